@@ -1,0 +1,382 @@
+"""The contract in code: the numbers, the page layout, and every argument check, in one place.
+
+The operator's *numerics* are stated by `dsv4_prologue.reference`, its *interface* here. Sizes are
+in elements unless the name says bytes. Names of arguments are those of `prologue()`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+HEAD_DIM = 512  # elements of one head of Q, and of one row of KV
+NOPE_DIM = 448  # the first dims: not rotated, stored as E4M3
+ROPE_DIM = 64  # the last dims: rotated, stored as bf16
+GROUP = 64  # consecutive NoPE dims that share one scale byte
+NUM_GROUPS = NOPE_DIM // GROUP  # 7 scale bytes a token
+
+DATA_BYTES = NOPE_DIM + 2 * ROPE_DIM  # 576 data bytes a token: 448 E4M3, then 64 bf16
+SCALE_BYTES = NUM_GROUPS + 1  # 8: seven scale bytes and a pad byte of 0
+TOKEN_BYTES = DATA_BYTES + SCALE_BYTES  # 584 bytes of a page belong to one token
+
+FP8_MAX = 448.0  # the largest finite E4M3 ("fn") value
+ABSMAX_FLOOR_BITS = 0x38D1B717  # f32(1e-4), the least absmax a group is scaled by
+ABSMAX_FLOOR = 1e-4
+SCALE_BIAS = 127  # scale byte = exponent + 127
+SCALE_NAN = 255  # E8M0's NaN: the scale byte of a group that is not finite
+
+#: The token and head counts of the standard benchmark: 11 x 2 shapes, pages of 64.
+CORE_NUM_TOKENS = (1, 4, 17, 64, 1024, 2048, 8192, 32768, 65536, 98304, 131072)
+CORE_NUM_HEADS = (64, 128)
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+TABLE_DTYPES = (torch.float32, torch.bfloat16)
+CACHE_FORMATS = ("fp8_ds_mla", "mxfp8", "bf16", "fp8")
+FP8_FORMATS = ("e4m3fn", "e4m3fnuz")
+Q_LAYOUTS = ("heads", "interleaved")
+#: Slots are divided by the page size in 32 bits.
+MAX_SLOTS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Where the bytes of a page of `cache_block_size` tokens are. All offsets in bytes.
+
+    `[0, bs*576)` holds the tokens' data, `[bs*576, bs*584)` their scale bytes; what follows, up to
+    the page stride, is padding that belongs to somebody else.
+    """
+
+    cache_block_size: int
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.cache_block_size * TOKEN_BYTES
+
+    def data_offset(self, offset: int) -> int:
+        """First of the 576 data bytes of the page's token number `offset`."""
+        return offset * DATA_BYTES
+
+    def scale_offset(self, offset: int) -> int:
+        """First of the 8 scale bytes of the page's token number `offset`."""
+        return self.cache_block_size * DATA_BYTES + offset * SCALE_BYTES
+
+
+def bytes_moved(num_tokens: int, num_heads: int) -> int:
+    """Useful bytes of one call: each input read once and each output written once, in bytes.
+
+    Per token and head 1024 read and 1024 written; per token 1024 of KV read, 584 of cache written
+    and 256 of cosines and sines read. Slots and positions (at most 16 bytes a token) are left out.
+    """
+    return num_tokens * (num_heads * 2048 + 1024 + TOKEN_BYTES + 256)
+
+
+class Shape(NamedTuple):
+    """The sizes of a checked call."""
+
+    num_tokens: int  # rows of q, kv and position_ids
+    num_heads: int  # heads of q; 0 without q
+    num_heads_out: int  # heads written; 0 without q
+    num_slots: int  # rows that may write to the cache (M); 0 without kv
+    capacity: int  # slots the cache has; 0 without kv
+
+
+def _kind(name: str, expected: str, got: object) -> NoReturn:
+    raise TypeError(f"{name}: expected {expected}, got {got}")
+
+
+def _value(name: str, expected: str, got: object) -> NoReturn:
+    raise ValueError(f"{name}: expected {expected}, got {got}")
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _check_tensor(
+    name: str, tensor: object, dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    if not isinstance(tensor, Tensor):
+        _kind(name, f"a {_names(dtypes)} tensor", type(tensor).__name__)
+    if tensor.dtype not in dtypes:
+        _kind(name, f"dtype {_names(dtypes)}", str(tensor.dtype).removeprefix("torch."))
+    if tensor.device != device:
+        _value(name, f"a tensor on {device}", tensor.device)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        _value(name, "no gradient (inference only: call under torch.no_grad())", "requires_grad")
+
+
+def _check_rows(name: str, tensor: Tensor, shape: tuple[int | None, ...], form: str) -> None:
+    """Check rank and sizes (None: any), and that the last dim is contiguous."""
+    got = tuple(tensor.shape)
+    if len(got) != len(shape) or any(w not in (None, g) for w, g in zip(shape, got, strict=True)):
+        _value(name, f"shape {form}", list(got))
+    if got[-1] > 1 and tensor.stride(-1) != 1:
+        _value(name, "a contiguous last dim (stride 1)", f"stride {tensor.stride(-1)}")
+
+
+def _check_index(
+    name: str, tensor: object, device: torch.device, shape: tuple[int | None, ...], form: str
+) -> Tensor:
+    _check_tensor(name, tensor, INDEX_DTYPES, device)
+    assert isinstance(tensor, Tensor)
+    _check_rows(name, tensor, shape, form)
+    return tensor
+
+
+def check_block_size(cache_block_size: object) -> None:
+    """Check the number of tokens a page."""
+    if not isinstance(cache_block_size, int) or isinstance(cache_block_size, bool):
+        _kind("cache_block_size", "an int (tokens a page)", type(cache_block_size).__name__)
+    if cache_block_size < 1:
+        _value("cache_block_size", "at least 1", cache_block_size)
+
+
+def check_cache(k_cache: object, cache_block_size: int, device: torch.device) -> int:
+    """Check a paged FP8 cache; return the number of slots it has."""
+    check_block_size(cache_block_size)
+    _check_tensor("k_cache", k_cache, (torch.uint8,), device)
+    assert isinstance(k_cache, Tensor)
+    payload = cache_block_size * TOKEN_BYTES
+    form = f"[pages, bytes >= {payload}] or [pages, {cache_block_size}, {TOKEN_BYTES}]"
+    if k_cache.dim() == 3:
+        _check_rows("k_cache", k_cache, (None, cache_block_size, TOKEN_BYTES), form)
+        if cache_block_size > 1 and k_cache.stride(1) != TOKEN_BYTES:
+            _value("k_cache", f"second stride {TOKEN_BYTES}", k_cache.stride(1))
+    else:
+        _check_rows("k_cache", k_cache, (None, None), form)
+        if k_cache.shape[1] < payload:
+            _value("k_cache", f"shape {form}", list(k_cache.shape))
+    pages, page_stride = k_cache.shape[0], k_cache.stride(0)
+    if pages > 1 and (page_stride < payload or page_stride % 2):
+        _value("k_cache", f"an even page stride of at least {payload} bytes", page_stride)
+    if pages * cache_block_size > MAX_SLOTS:
+        _value("k_cache", f"at most {MAX_SLOTS} slots", pages * cache_block_size)
+    return pages * cache_block_size
+
+
+def _check_formats(
+    q_layout: str,
+    q_scale_inv: Tensor | None,
+    cache_format: str | None,
+    cache_scale: Tensor | None,
+    fp8_format: str | None,
+) -> None:
+    """Refuse, by name, a form that this version does not have."""
+    for name, value, known, here in (
+        ("q_layout", q_layout, Q_LAYOUTS, "heads"),
+        ("cache_format", cache_format, (*CACHE_FORMATS, None), "fp8_ds_mla"),
+        ("fp8_format", fp8_format, (*FP8_FORMATS, None), "e4m3fn"),
+    ):
+        if value not in known:
+            _value(name, f"one of {known}", repr(value))
+        if value not in (here, None):
+            _value(name, f"{here!r} (this version has no other)", repr(value))
+    for name, scale in (("q_scale_inv", q_scale_inv), ("cache_scale", cache_scale)):
+        if scale is not None:
+            _value(name, "None (this version has no per-tensor FP8)", type(scale).__name__)
+
+
+def _check_output_rows(q_out: Tensor) -> None:
+    """Refuse a q_out two of whose rows share bytes."""
+    tokens, heads, _ = q_out.shape
+    by_token, by_head, _ = q_out.stride()
+    token_major = (heads <= 1 or by_head >= HEAD_DIM) and (
+        tokens <= 1 or by_token >= (heads - 1) * by_head + HEAD_DIM
+    )
+    head_major = (tokens <= 1 or by_token >= HEAD_DIM) and (
+        heads <= 1 or by_head >= (tokens - 1) * by_token + HEAD_DIM
+    )
+    if not (token_major or head_major):
+        _value("q_out", "rows that do not overlap", f"strides {list(q_out.stride())}")
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """First byte and one past the last byte of a tensor with at least one element."""
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    first = tensor.data_ptr()
+    return first, first + reach * tensor.element_size()
+
+
+def _rows_overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two sets of 512-element rows share a byte; exact, for tensors whose spans meet."""
+
+    def starts(t: Tensor) -> Tensor:
+        tokens = torch.arange(t.shape[0], device="cpu") * t.stride(0)
+        heads = torch.arange(t.shape[1], device="cpu") * t.stride(1)
+        rows = (tokens[:, None] + heads[None, :]).flatten().sort().values
+        return t.data_ptr() + rows * t.element_size()
+
+    row_bytes = HEAD_DIM * a.element_size()
+    first, other = starts(a), starts(b)
+    # The last row of b that starts before a row of a ends reaches into it, or none does.
+    before = torch.searchsorted(other, first + row_bytes) - 1
+    return bool(((before >= 0) & (other[before.clamp(min=0)] + row_bytes > first)).any())
+
+
+def check_aliasing(q: Tensor, q_out: Tensor) -> None:
+    """Allow q_out to be q, or to hold q as exactly its first heads, or to share no byte with it."""
+    if q.data_ptr() == q_out.data_ptr():
+        same_tokens = q.shape[0] <= 1 or q.stride(0) == q_out.stride(0)
+        same_heads = q.shape[1] <= 1 or q.stride(1) == q_out.stride(1)
+        if same_tokens and same_heads:
+            return
+    (a0, a1), (b0, b1) = _span(q), _span(q_out)
+    if a0 < b1 and b0 < a1 and _rows_overlap(q, q_out):
+        _value(
+            "q_out",
+            "q itself, a buffer that holds q as exactly its first heads, or no byte of q",
+            "a buffer that overlaps q otherwise",
+        )
+
+
+def check_prologue(
+    q: Tensor | None,
+    kv: Tensor | None,
+    k_cache: Tensor | None,
+    slot_mapping: Tensor | None,
+    position_ids: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    eps: float = 1e-6,
+    cache_block_size: int = 64,
+    q_out: Tensor | None = None,
+    num_heads_out: int | None = None,
+    q_layout: str = "heads",
+    q_scale_inv: Tensor | None = None,
+    kv_norm_weight: Tensor | None = None,
+    cache_format: str | None = None,
+    cache_scale: Tensor | None = None,
+    fp8_format: str | None = None,
+    addresses: bool = True,
+) -> Shape:
+    """Check every argument of a call, without synchronising, and return its sizes.
+
+    `addresses=False` leaves out what needs real memory (alignment, aliasing): for fake tensors.
+    Raises TypeError for a wrong kind and ValueError for a wrong value.
+    """
+    _check_formats(q_layout, q_scale_inv, cache_format, cache_scale, fp8_format)
+    if not isinstance(eps, (int, float)):
+        _kind("eps", "a float", type(eps).__name__)
+    rows = q if q is not None else kv
+    if rows is None:
+        _value("q, kv", "at least one of them", "None for both")
+    if not isinstance(rows, Tensor):
+        _kind("q" if q is not None else "kv", "a bfloat16 tensor", type(rows).__name__)
+    device, num_tokens = rows.device, rows.shape[0] if rows.dim() else 0
+    bf16 = (torch.bfloat16,)
+
+    num_heads = heads_out = 0
+    if q is not None:
+        _check_tensor("q", q, bf16, device)
+        _check_rows("q", q, (None, None, HEAD_DIM), f"[N, H >= 1, {HEAD_DIM}]")
+        num_heads = q.shape[1]
+        if num_heads < 1:
+            _value("q", f"shape [N, H >= 1, {HEAD_DIM}]", list(q.shape))
+        heads_out = _check_q_out(q, q_out, num_heads_out, device)
+        if q_out is not None and addresses and num_tokens:
+            check_aliasing(q, q_out)
+    else:
+        for name, given in (("q_out", q_out), ("num_heads_out", num_heads_out)):
+            if given is not None:
+                _value(name, "None without q", "a value")
+
+    num_slots = capacity = 0
+    if kv is not None:
+        _check_tensor("kv", kv, bf16, device)
+        _check_rows("kv", kv, (num_tokens, HEAD_DIM), f"[{num_tokens}, {HEAD_DIM}]")
+        capacity = check_cache(k_cache, cache_block_size, device)
+        assert k_cache is not None
+        if addresses and k_cache.numel() and k_cache.data_ptr() % 2:
+            _value("k_cache", "an even address", hex(k_cache.data_ptr()))
+        slots = _check_index("slot_mapping", slot_mapping, device, (None,), f"[M <= {num_tokens}]")
+        num_slots = slots.shape[0]
+        if num_slots > num_tokens:
+            _value("slot_mapping", f"shape [M <= {num_tokens}]", list(slots.shape))
+    else:
+        for name, given in (("k_cache", k_cache), ("slot_mapping", slot_mapping)):
+            if given is not None:
+                _value(name, "None without kv", "a tensor")
+        check_block_size(cache_block_size)
+
+    _check_index("position_ids", position_ids, device, (num_tokens,), f"[{num_tokens}]")
+    _check_tensor("cos_sin_cache", cos_sin_cache, TABLE_DTYPES, device)
+    _check_rows("cos_sin_cache", cos_sin_cache, (None, ROPE_DIM), f"[max_pos, {ROPE_DIM}]")
+    if kv_norm_weight is not None:
+        if kv is None:
+            _value("kv_norm_weight", "None without kv", "a tensor")
+        _check_tensor("kv_norm_weight", kv_norm_weight, TABLE_DTYPES, device)
+        _check_rows("kv_norm_weight", kv_norm_weight, (HEAD_DIM,), f"[{HEAD_DIM}]")
+    return Shape(num_tokens, num_heads, heads_out, num_slots, capacity)
+
+
+def _check_q_out(
+    q: Tensor, q_out: Tensor | None, num_heads_out: int | None, device: torch.device
+) -> int:
+    """Check the output form; return the number of heads written."""
+    num_tokens, num_heads, _ = q.shape
+    if num_heads_out is not None:
+        if not isinstance(num_heads_out, int) or isinstance(num_heads_out, bool):
+            _kind("num_heads_out", "an int", type(num_heads_out).__name__)
+        if num_heads_out < num_heads:
+            _value("num_heads_out", f"at least q's {num_heads} heads", num_heads_out)
+    if q_out is None:
+        return num_heads if num_heads_out is None else num_heads_out
+    _check_tensor("q_out", q_out, (torch.bfloat16,), device)
+    heads = f"{num_heads_out}" if num_heads_out is not None else f"heads >= {num_heads}"
+    form = f"[{num_tokens}, {heads}, {HEAD_DIM}]"
+    _check_rows("q_out", q_out, (num_tokens, num_heads_out, HEAD_DIM), form)
+    if q_out.shape[1] < num_heads:
+        _value("q_out", f"shape {form}", list(q_out.shape))
+    _check_output_rows(q_out)
+    return q_out.shape[1]
+
+
+def check_in_bounds(
+    slot_mapping: Tensor | None, capacity: int, position_ids: Tensor, num_positions: int
+) -> None:
+    """Raise IndexError for a slot past the cache's end or a position outside the table.
+
+    Synchronises. Negative slots are fine: they write nothing.
+    """
+    if slot_mapping is not None and slot_mapping.numel():
+        last = int(slot_mapping.max())
+        if last >= capacity:
+            raise IndexError(f"slot_mapping: expected slots below {capacity}, got {last}")
+    if position_ids.numel():
+        low, high = (int(x) for x in position_ids.aminmax())
+        if low < 0 or high >= num_positions:
+            got = low if low < 0 else high
+            raise IndexError(f"position_ids: expected 0 <= position < {num_positions}, got {got}")
+
+
+def check_gather(
+    k_cache: Tensor,
+    slots: Tensor,
+    *,
+    cache_block_size: int = 64,
+    cache_format: str | None = None,
+    cache_scale: Tensor | None = None,
+    fp8_format: str | None = None,
+    out: Tensor | None = None,
+    addresses: bool = True,
+) -> int:
+    """Check every argument of `gather_dequantize`; return the number of slots the cache has."""
+    _check_formats("heads", None, cache_format, cache_scale, fp8_format)
+    if not isinstance(k_cache, Tensor):
+        _kind("k_cache", "a uint8 tensor", type(k_cache).__name__)
+    device = k_cache.device
+    capacity = check_cache(k_cache, cache_block_size, device)
+    if addresses and k_cache.numel() and k_cache.data_ptr() % 2:
+        _value("k_cache", "an even address", hex(k_cache.data_ptr()))
+    _check_tensor("slots", slots, INDEX_DTYPES, device)
+    if out is not None:
+        _check_tensor("out", out, (torch.bfloat16,), device)
+        shape = [*slots.shape, HEAD_DIM]
+        if list(out.shape) != shape:
+            _value("out", f"shape {shape}", list(out.shape))
+        if not out.is_contiguous():
+            _value("out", "a contiguous tensor", f"strides {list(out.stride())}")
+    return capacity
