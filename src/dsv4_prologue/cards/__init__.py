@@ -1,0 +1,55 @@
+"""One file a card, each holding a value named CARD. Adding a card is adding a file."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+
+from dsv4_prologue.cards.card import Card, Match, Rule
+
+__all__ = ["Card", "Match", "Rule", "card_names", "get_card"]
+
+
+@functools.cache
+def _cards() -> dict[str, Card]:
+    found: dict[str, Card] = {}
+    for module in pkgutil.iter_modules(__path__):
+        if module.name == "card":
+            continue
+        card: Card = importlib.import_module(f"{__name__}.{module.name}").CARD
+        if card.name in found:
+            raise ValueError(f"two card files are named {card.name!r}")
+        found[card.name] = card
+    return found
+
+
+def card_names() -> tuple[str, ...]:
+    """The names of all cards, in the order of their files."""
+    return tuple(_cards())
+
+
+def get_card(name: str) -> Card:
+    """The card of that name. Raises ValueError, listing the names, if there is none."""
+    try:
+        return _cards()[name]
+    except KeyError:
+        raise ValueError(f"card: expected one of {', '.join(_cards())}, got {name!r}") from None
+
+
+def match_card(backend: str, arch: int | str, device_name: str) -> Card:
+    """The one card that matches a Triton target and a device name, or `unknown`.
+
+    Raises ValueError if more than one matches.
+    """
+    matching = [
+        card
+        for card in _cards().values()
+        if card.match is not None and card.match.holds(backend, arch, device_name)
+    ]
+    if len(matching) > 1:
+        names = ", ".join(card.name for card in matching)
+        raise ValueError(
+            f"{device_name!r} (Triton target {backend}:{arch}) matches more than one card: {names}"
+        )
+    return matching[0] if matching else get_card("unknown")

@@ -1,0 +1,94 @@
+"""What a card file says: how the card is recognised, what its compiler can do, what launch wins."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from dsv4_prologue.planning import Launch, Problem
+
+KERNELS = ("tiled", "torch")
+FP8_CASTS = ("compiler", "integer")
+
+
+@dataclass(frozen=True)
+class Match:
+    """Recognises a card by Triton's target first and the device's name second.
+
+    `backends` and `arches` are values of Triton's target; empty means any. `device_name` is a
+    regular expression searched, ignoring case, in the name torch gives the device.
+    """
+
+    backends: tuple[str, ...]
+    arches: tuple[int | str, ...] = ()
+    device_name: str = ""
+
+    def holds(self, backend: str, arch: int | str, device_name: str) -> bool:
+        return (
+            backend in self.backends
+            and (not self.arches or arch in self.arches)
+            and re.search(self.device_name, device_name, re.IGNORECASE) is not None
+        )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A launch, the problems it wins for, why, and the measurement behind it."""
+
+    launch: Launch
+    why: str
+    evidence: str
+    min_tokens: int = 0
+    min_units: int = 0
+    max_heads: int | None = None
+
+    def holds(self, problem: Problem) -> bool:
+        return (
+            problem.num_tokens >= self.min_tokens
+            and problem.num_units >= self.min_units
+            and (self.max_heads is None or problem.num_heads <= self.max_heads)
+        )
+
+    @property
+    def condition(self) -> str:
+        """The rule's condition in words."""
+        parts = []
+        if self.min_tokens:
+            parts.append(f"from {self.min_tokens} tokens")
+        if self.min_units:
+            parts.append(f"from {self.min_units} units")
+        if self.max_heads is not None:
+            parts.append(f"up to {self.max_heads} heads")
+        return ", ".join(parts) or "always"
+
+
+@dataclass(frozen=True)
+class Card:
+    """One card. `why` and `evidence` speak of the default launch; rules are tried in order."""
+
+    name: str
+    title: str
+    kernel: str
+    fp8_cast: str  # the compiler's E4M3 cast, or integer arithmetic where it has none
+    default: Launch
+    why: str
+    evidence: str
+    match: Match | None = None  # None: never recognised, only chosen by name or as a fallback
+    lanes: int | None = None  # lanes of a warp; None where there are none
+    rules: tuple[Rule, ...] = ()
+    # Whether the compiler can be told not to contract a*b+c; where not, RoPE may differ by an ULP.
+    can_disable_fp_fusion: bool = True
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", self.name):
+            raise ValueError(
+                f"name: expected words of a-z and 0-9 joined by '-', got {self.name!r}"
+            )
+        if self.kernel not in KERNELS:
+            raise ValueError(f"kernel: expected one of {KERNELS}, got {self.kernel!r}")
+        if self.fp8_cast not in FP8_CASTS:
+            raise ValueError(f"fp8_cast: expected one of {FP8_CASTS}, got {self.fp8_cast!r}")
+        entries: tuple[Card | Rule, ...] = (self, *self.rules)
+        for entry in entries:
+            if not (entry.why and entry.evidence):
+                raise ValueError(f"{self.name}: expected a why and an evidence, got an empty one")

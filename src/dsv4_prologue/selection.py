@@ -1,0 +1,117 @@
+"""Which card serves a device: recognised, or named by `use_card` or DSV4_PROLOGUE_CARD."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, NamedTuple
+
+from dsv4_prologue.cards import Card, get_card, match_card
+from dsv4_prologue.planning import Launch, Plan, Problem, plan
+
+if TYPE_CHECKING:
+    import torch
+
+CARD_VARIABLE = "DSV4_PROLOGUE_CARD"
+
+_log = logging.getLogger("dsv4_prologue")
+_card_name: ContextVar[str | None] = ContextVar("dsv4_prologue_card", default=None)
+_launch: ContextVar[Launch | None] = ContextVar("dsv4_prologue_launch", default=None)
+
+
+class Selection(NamedTuple):
+    """A card, and how it was come by."""
+
+    card: Card
+    forced: bool  # named by somebody, not recognised
+
+
+@contextlib.contextmanager
+def use_card(name: str) -> Iterator[Card]:
+    """Run calls within the block as on the card of that name. Safe under threads.
+
+    Raises ValueError if there is no such card.
+    """
+    card = get_card(name)
+    token = _card_name.set(name)
+    try:
+        yield card
+    finally:
+        _card_name.reset(token)
+
+
+@contextlib.contextmanager
+def use_launch(launch: Launch) -> Iterator[Launch]:
+    """Use this launch within the block, whatever the card says. For tests and the tuner."""
+    token = _launch.set(launch)
+    try:
+        yield launch
+    finally:
+        _launch.reset(token)
+
+
+def interpreting() -> bool:
+    """Whether Triton was asked to interpret kernels (TRITON_INTERPRET=1)."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
+@functools.cache
+def _recognise(device_type: str, index: int) -> Card:
+    import torch
+    from triton.runtime import driver
+
+    target = driver.active.get_current_target()
+    name = torch.get_device_module(device_type).get_device_name(index)
+    card = match_card(target.backend, target.arch, name)
+    if card.name == "unknown":
+        _log.warning(
+            "no card file matches %r (Triton target %s:%s): running the default launch",
+            name,
+            target.backend,
+            target.arch,
+        )
+    return card
+
+
+def select(device: torch.device) -> Selection:
+    """The card for a device. Raises ValueError if two match, or a forced name is unknown."""
+    name = _card_name.get() or os.environ.get(CARD_VARIABLE)
+    if name:
+        return Selection(get_card(name), True)
+    if device.type == "cpu":
+        return Selection(get_card("interpreter" if interpreting() else "cpu"), False)
+    return Selection(_recognise(device.type, device.index or 0), False)
+
+
+def plan_for(device: torch.device, problem: Problem) -> Plan:
+    """What a call on this device runs, `use_card` and `use_launch` honoured."""
+    card, forced = select(device)
+    return plan(card, problem, launch=_launch.get(), forced=forced)
+
+
+def default_device() -> str:
+    """The device of a caller who names none: the current accelerator's type, or "cpu"."""
+    import torch
+
+    if torch.accelerator.is_available() and not interpreting():
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None:
+            return accelerator.type
+    return "cpu"
+
+
+def explain(num_tokens: int, num_heads: int, *, card: str | None = None) -> Plan:
+    """What a call of this size runs and why: on the named card, or on the device at hand.
+
+    Needs torch only if no card is named. Raises ValueError for a name that is no card's.
+    """
+    problem = Problem(num_tokens, num_heads)
+    if card is not None:
+        return plan(get_card(card), problem, launch=_launch.get(), forced=True)
+    import torch
+
+    return plan_for(torch.device(default_device()), problem)
