@@ -1,0 +1,127 @@
+"""The contract's arithmetic as Triton functions: RoPE pairs, UE8M0 scales, E4M3 codes.
+
+Only constructs that every Triton from 3.2 takes, vendors' builds included: no log2 or exp2, no
+pointer casts, no shift by a per-lane amount.
+"""
+
+import triton
+import triton.language as tl
+
+HEAD_DIM = tl.constexpr(512)
+NOPE_DIM = tl.constexpr(448)
+PAIRS = tl.constexpr(256)  # a row as pairs (x[2i], x[2i+1])
+NOPE_PAIRS = tl.constexpr(224)
+GROUPS = tl.constexpr(8)  # a row as groups of 64: seven with a scale, and the RoPE dims
+GROUP = tl.constexpr(64)
+NUM_SCALES = tl.constexpr(7)
+
+ABS_MASK = tl.constexpr(0x7FFFFFFF)
+INF_BITS = tl.constexpr(0x7F800000)
+ABSMAX_FLOOR_BITS = tl.constexpr(0x38D1B717)  # f32(1e-4)
+
+
+@triton.jit
+def load_cos_sin(cos_sin_ptr, cos_sin_stride, position_ptr, token, live, num_positions):
+    """Cosines and sines of each token [T], laid along its row's 256 pairs: two f32 [T, 256].
+
+    Only the last 32 pairs are loaded. A position outside the table is not read and gives NaN.
+    """
+    position = tl.load(position_ptr + token, mask=live, other=0).to(tl.int64)
+    inside = live & (position >= 0) & (position < num_positions)
+    pair = tl.arange(0, PAIRS)[None, :]
+    read = inside[:, None] & (pair >= NOPE_PAIRS)
+    row = cos_sin_ptr + (position * cos_sin_stride)[:, None]
+    cos = tl.load(row + (pair - NOPE_PAIRS), mask=read, other=float("nan"))
+    sin = tl.load(row + (pair - NOPE_PAIRS + 32), mask=read, other=float("nan"))
+    return cos.to(tl.float32), sin.to(tl.float32)
+
+
+@triton.jit
+def rotate(x, cos, sin, TOKENS: tl.constexpr, HEADS: tl.constexpr):
+    """Rotate the last 32 pairs of each row: x f32 [T, H, 512], cos and sin f32 [T, 256].
+
+    The other pairs are selected, not multiplied by one: Inf and -0 must pass as they are.
+    """
+    even, odd = tl.split(tl.reshape(x, (TOKENS, HEADS, PAIRS, 2)))
+    cos = tl.reshape(cos, (TOKENS, 1, PAIRS))
+    sin = tl.reshape(sin, (TOKENS, 1, PAIRS))
+    rope = (tl.arange(0, PAIRS) >= NOPE_PAIRS)[None, None, :]
+    even_out = tl.where(rope, even * cos - odd * sin, even)
+    odd_out = tl.where(rope, even * sin + odd * cos, odd)
+    return tl.reshape(tl.join(even_out, odd_out), (TOKENS, HEADS, HEAD_DIM))
+
+
+@triton.jit
+def inverse_rms(x, eps):
+    """x f32 [T, H, 512] -> rsqrt(mean of squares + eps), f32 [T, H, 1]."""
+    mean = tl.sum(x * x, axis=2) * 0.001953125  # 1 / 512, exact
+    return tl.rsqrt(mean + eps)[:, :, None]
+
+
+@triton.jit
+def e4m3_bits(x):
+    """f32 -> E4M3 code (int32 0..255): to nearest even, saturating at 448, NaN -> 0x7F."""
+    bits = x.to(tl.int32, bitcast=True)
+    a = bits & ABS_MASK
+    # Normal: rebias the exponent from 127 to 7 (120 << 23 is 0x3C000000) and keep 3 mantissa bits,
+    # rounding by a carry of half a unit less one, plus the last bit kept.
+    normal = (a - 0x3BF80001 + ((a >> 20) & 1)) >> 20
+    # Subnormal: in [2**14, 2**15) an f32's last place is 2**-9, so the addition itself rounds.
+    subnormal = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(a < 0x3C800000, subnormal, normal)  # below 2**-6
+    code = tl.where(a > 0x43E00000, 0x7E, code)  # above 448
+    code = code | ((bits >> 24) & 0x80)
+    return tl.where(a > INF_BITS, 0x7F, code)
+
+
+@triton.jit
+def e4m3(x, FP8_CAST: tl.constexpr):
+    """f32 within +-448 -> E4M3 code (uint8), by the compiler's cast or by integer arithmetic."""
+    if FP8_CAST == "compiler":
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return e4m3_bits(x).to(tl.uint8)
+
+
+@triton.jit
+def quantize(x, FP8_CAST: tl.constexpr):
+    """Groups f32 [T, 8, 64] -> E4M3 codes uint8 [T, 8, 64] and scale bytes int32 [T, 8].
+
+    One integer max finds absmax, NaN and Inf at once. After the scaling nothing finite exceeds
+    448, so the contract's clamp has nothing left to do.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & ABS_MASK
+    absmax = tl.maximum(tl.max(magnitude, axis=2), ABSMAX_FLOOR_BITS)
+    not_finite = absmax >= INF_BITS
+    # The f32 exponent of the scale times 2**8: 448 = 1.75 * 2**8, and only a mantissa above 1.75
+    # carries. The minimum keeps a NaN's bits from overflowing the sum.
+    biased = (tl.minimum(absmax, INF_BITS) + 0x1FFFFF) >> 23
+    inverse = ((262 - biased) << 23).to(tl.float32, bitcast=True)  # 2**(135 - biased), exact
+    codes = e4m3(x * inverse[:, :, None], FP8_CAST)
+    sign = (bits >> 24) & 0x80
+    special = tl.where(
+        magnitude > INF_BITS, 0x7F, tl.where(magnitude == INF_BITS, sign | 0x7E, sign)
+    )
+    codes = tl.where(not_finite[:, :, None], special.to(tl.uint8), codes)
+    return codes, tl.where(not_finite, 255, biased - 8)
+
+
+@triton.jit
+def e4m3_value(code):
+    """E4M3 code (int32 0..255) -> f32, exactly; 0x7F and 0xFF -> NaN."""
+    a = code & 0x7F
+    normal = ((a << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    subnormal = a.to(tl.float32) * 0.001953125  # times 2**-9
+    value = tl.where(a < 8, subnormal, normal)
+    value = tl.where(a == 0x7F, float("nan"), value)
+    # The sign as a bit: Triton's unary minus may be 0 - x, which loses -0.
+    bits = value.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_value(byte):
+    """Scale byte (int32 0..255) -> 2**(byte - 127) as f32, exactly; 255 -> NaN."""
+    value = tl.where(byte == 0, 0x00400000, byte << 23).to(tl.float32, bitcast=True)
+    return tl.where(byte == 255, float("nan"), value)
