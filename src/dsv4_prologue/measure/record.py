@@ -1,0 +1,144 @@
+"""Records: what was measured or checked, with all that is needed to believe it.
+
+A record is a flat JSON object, one a line. What produced it adds its own fields; `append` adds
+when, where, from which commit and by which command.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dsv4_prologue.cards import get_card
+
+#: Counts up when a field changes its meaning or goes; a new field does not count it up.
+SCHEMA_VERSION = 1
+#: The commit, where the package is installed and no work tree tells it.
+COMMIT_VARIABLE = "DSV4_PROLOGUE_COMMIT"
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+class Commit(NamedTuple):
+    """The commit the package is from, "unknown" if nothing tells, and whether files differ."""
+
+    commit: str
+    dirty: bool
+
+
+def _sha256(files: Iterable[Path]) -> str:
+    total = hashlib.sha256()
+    for file in files:
+        total.update(f"{file.name}\0".encode())
+        total.update(hashlib.sha256(file.read_bytes()).digest())
+    return total.hexdigest()
+
+
+def kernel_hash() -> str:
+    """SHA-256 of the kernels' sources, names included: a measurement speaks of these alone."""
+    return _sha256(sorted((_PACKAGE / "kernels").glob("*.py")))
+
+
+def card_hash(name: str) -> str:
+    """SHA-256 of the card's file. Raises ValueError for a name that is no card's."""
+    get_card(name)
+    return _sha256([_PACKAGE / "cards" / f"{name.replace('-', '_')}.py"])
+
+
+def commit() -> Commit:
+    """The commit of the work tree that tracks this package, else DSV4_PROLOGUE_COMMIT's value.
+
+    A package that only happens to lie inside somebody's work tree (a virtual environment in a
+    checkout, say) is not tracked there, and that tree's commit says nothing about it.
+    """
+    git = shutil.which("git")
+    if git is not None:
+
+        def ask(*arguments: str) -> str | None:
+            command = [git, "-C", str(_PACKAGE), *arguments]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            return done.stdout.strip() if done.returncode == 0 else None
+
+        tracked = ask("ls-files", "--error-unmatch", "__init__.py")
+        head = ask("rev-parse", "HEAD") if tracked else None
+        if head:
+            return Commit(head, bool(ask("status", "--porcelain", "--", ".")))
+    return Commit(os.environ.get(COMMIT_VARIABLE, "unknown"), False)
+
+
+def _host_cpu() -> str:
+    """The processor's name as the kernel tells it on Linux, else as Python does."""
+    listing = Path("/proc/cpuinfo")
+    if listing.exists():
+        for line in listing.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def environment(device: str | None = None) -> dict[str, Any]:
+    """What a figure depends on beside our sources: device, driver, torch, Triton, Python, host.
+
+    `device` is a torch device; None: the accelerator at hand, else the CPU. `driver` is the
+    version torch tells (for CUDA as 1000 * major + 10 * minor), None where it tells none.
+    """
+    import torch
+
+    from dsv4_prologue.selection import default_device
+
+    name = device if device is not None else default_device()
+    kind = torch.device(name).type
+    cpu = _host_cpu()
+    triton_version = None
+    if importlib.util.find_spec("triton") is not None:
+        import triton
+
+        triton_version = triton.__version__
+    driver_version = getattr(torch._C, "_cuda_getDriverVersion", None)
+    return {
+        "device": cpu if kind == "cpu" else torch.get_device_module(kind).get_device_name(name),
+        "device_type": kind,
+        "driver": driver_version() if kind == "cuda" and driver_version is not None else None,
+        "torch": torch.__version__,
+        "torch_runtime": torch.version.cuda or torch.version.hip,
+        "triton": triton_version,
+        "python": platform.python_version(),
+        "host_cpu": cpu,
+        "host_cores": os.cpu_count(),
+        "platform": platform.platform(),
+    }
+
+
+def append(
+    path: Path | str, records: Iterable[Mapping[str, Any]], *, device: str | None = None
+) -> None:
+    """Append records to a file of JSON lines, with what every record carries.
+
+    That is `schema_version`, `date` (UTC), `environment` (of `device`), `commit`, `dirty` and
+    `command` (the command line, its program by name only). A record's own field of such a name is
+    kept. Makes the folder if there is none.
+    """
+    common: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **commit()._asdict(),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "environment": environment(device),
+    }
+    lines = [json.dumps({**common, **record}) + "\n" for record in records]
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(lines)

@@ -1,0 +1,113 @@
+"""Records carry what is needed to believe them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4_prologue.cards import card_names
+from dsv4_prologue.measure import record
+from dsv4_prologue.measure.record import (
+    COMMIT_VARIABLE,
+    append,
+    card_hash,
+    commit,
+    environment,
+    kernel_hash,
+)
+
+pytestmark = pytest.mark.once
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package of its own, not in any work tree."""
+    folder = tmp_path / "tree" / "package"
+    for name in ("__init__.py", "kernels/a.py", "kernels/b.py", "cards/cpu.py"):
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{name}\n")
+    monkeypatch.setattr(record, "_PACKAGE", folder)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    monkeypatch.delenv(COMMIT_VARIABLE, raising=False)
+    return folder
+
+
+def test_kernel_hash_is_of_sources_and_names(package: Path) -> None:
+    before = kernel_hash()
+    assert len(before) == 64
+    assert kernel_hash() == before
+    (package / "cards" / "cpu.py").write_text("another\n")
+    assert kernel_hash() == before
+    (package / "kernels" / "a.py").write_text("a\n")
+    changed = kernel_hash()
+    assert changed != before
+    (package / "kernels" / "a.py").rename(package / "kernels" / "c.py")
+    assert kernel_hash() not in {before, changed}
+
+
+def test_card_hash() -> None:
+    hashes = {card_hash(name) for name in card_names()}
+    assert len(hashes) == len(card_names())
+    with pytest.raises(ValueError, match="card: expected one of"):
+        card_hash("abacus")
+
+
+def git(tree: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+    command = ["git", "-C", str(tree), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_commit_of_a_work_tree(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(COMMIT_VARIABLE, "from the environment")
+    assert commit() == ("from the environment", False)
+    tree = package.parent
+    git(tree, "init", "-q")
+    assert commit() == ("from the environment", False)  # in a work tree, not tracked there
+    git(tree, "add", ".")
+    git(tree, "commit", "-q", "-m", "first")
+    assert commit() == (git(tree, "rev-parse", "HEAD"), False)
+    (tree / "elsewhere").write_text("not ours\n")
+    assert not commit().dirty
+    (package / "__init__.py").write_text("changed\n")
+    assert commit() == (git(tree, "rev-parse", "HEAD"), True)
+
+
+def test_commit_without_git(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert package.is_dir()
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert commit() == ("unknown", False)
+
+
+def test_environment() -> None:
+    found = environment("cpu")
+    assert found["device"] == found["host_cpu"]
+    assert found["device_type"] == "cpu"
+    assert found["torch"]
+    assert found["host_cores"] >= 1
+    json.dumps(found)
+
+
+def test_append(tmp_path: Path, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert package.is_dir()
+    monkeypatch.setattr(
+        "sys.argv", [str(tmp_path / "bin" / "dsv4-prologue"), "check", "--a", "b c"]
+    )
+    file = tmp_path / "results" / "cpu" / "day.jsonl"
+    records: list[dict[str, Any]] = [{"num_tokens": 1}, {"num_tokens": 2, "commit": "mine"}]
+    append(file, records[:1], device="cpu")
+    append(file, records[1:], device="cpu")
+    one, two = (json.loads(line) for line in file.read_text().splitlines())
+    assert (one["num_tokens"], two["num_tokens"]) == (1, 2)
+    assert one["schema_version"] == record.SCHEMA_VERSION
+    assert one["date"].endswith("+00:00")
+    assert one["command"] == "dsv4-prologue check --a 'b c'"
+    assert (one["commit"], one["dirty"], two["commit"]) == ("unknown", False, "mine")
+    assert one["environment"] == environment("cpu")

@@ -1,0 +1,218 @@
+"""torch.ops.dsv4_prologue: schemas, fakes, functionalisation, torch.compile."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import dsv4_prologue
+from dsv4_prologue import reference
+from dsv4_prologue.verify.inputs import Variant, build_case
+
+ops: Any = torch.ops.dsv4_prologue
+SMALL = Variant(cache_block_size=4, num_pages=4, out_of_range=False, max_positions=64)
+
+
+def tensors(device: str, **changes: Any) -> dict[str, Any]:
+    from dataclasses import replace
+
+    return build_case(3, 2, replace(SMALL, **changes), device=device).arguments()
+
+
+INPUTS = ("q", "kv", "k_cache", "slot_mapping", "position_ids", "cos_sin_cache")
+
+
+def split(arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(arguments.pop(name) for name in INPUTS), arguments
+
+
+OPCHECK = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"pad_heads": 2}, {"kv_norm_weight": torch.bfloat16}, {"index_dtype": torch.int32}],
+)
+def test_opcheck_functional(device: str, changes: dict[str, Any]) -> None:
+    inputs, options = split(tensors(device, **changes))
+    torch.library.opcheck(ops.prologue.default, inputs, options, test_utils=OPCHECK)
+
+
+def test_opcheck_q_only(device: str) -> None:
+    inputs, options = split(tensors(device, kv=False))
+    torch.library.opcheck(ops.prologue.default, inputs, options, test_utils=OPCHECK)
+
+
+def test_opcheck_in_place(device: str) -> None:
+    inputs, options = split(tensors(device))
+    torch.library.opcheck(ops.prologue_.default, inputs, options, test_utils=OPCHECK)
+
+
+def test_opcheck_out(device: str) -> None:
+    inputs, options = split(tensors(device, out="buffer", pad_heads=1))
+    torch.library.opcheck(ops.prologue_out.default, inputs, options, test_utils=OPCHECK)
+
+
+def test_opcheck_kv_only(device: str) -> None:
+    inputs, options = split(tensors(device, q=False))
+    torch.library.opcheck(
+        ops.prologue_out.default, inputs, {**options, "q_out": None}, test_utils=OPCHECK
+    )
+
+
+def test_opcheck_field_name(device: str) -> None:
+    inputs, _ = split(tensors(device))
+    op = ops.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert.default
+    torch.library.opcheck(op, (*inputs, 1e-6, 4), test_utils=OPCHECK)
+
+
+def test_opcheck_gather(device: str) -> None:
+    cache = torch.zeros(4, 4, 584, dtype=torch.uint8, device=device)  # no NaN: opcheck compares
+    inputs = (cache, torch.tensor([[0, 1], [5, 15]], device=device))
+    torch.library.opcheck(
+        ops.gather_dequantize.default, inputs, {"cache_block_size": 4}, test_utils=OPCHECK
+    )
+    out = torch.zeros(2, 2, 512, dtype=torch.bfloat16, device=device)
+    torch.library.opcheck(
+        ops.gather_dequantize_out.default,
+        inputs,
+        {"cache_block_size": 4, "out": out},
+        test_utils=OPCHECK,
+    )
+
+
+def test_mutating_ops_return_nothing() -> None:
+    for name in dir(ops):
+        op = getattr(ops, name)
+        if name.startswith("_") or not hasattr(op, "default"):
+            continue
+        schema = op.default._schema
+        mutates = {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
+        if mutates - {"k_cache"} or name.endswith(("_out", "_insert")):
+            assert not schema.returns, name
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def step(arguments: dict[str, Any]) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """What an engine's layer does round a call: make q, call, read the cache, use both."""
+    arguments = dict(arguments)
+    arguments["q"] = arguments["q"] * 2
+    q_out = dsv4_prologue.prologue(**arguments)
+    slots = arguments["slot_mapping"]
+    rows = dsv4_prologue.gather_dequantize(arguments["k_cache"], slots, cache_block_size=4)
+    return q_out, rows + 1
+
+
+@pytest.mark.parametrize("form", ["new", "buffer", "in place", "in place padded", "kv only"])
+def test_compile_traces_whole_and_gives_the_same_bytes(device: str, form: str) -> None:
+    torch._dynamo.reset()
+
+    def call(arguments: dict[str, Any]) -> tuple[torch.Tensor | None, torch.Tensor]:
+        arguments = dict(arguments)
+        if form == "in place":
+            arguments["q_out"] = arguments["q"] = arguments["q"] * 2
+        elif form == "in place padded":
+            whole = arguments.pop("whole") * 2
+            arguments |= {"q": whole[:, :2], "q_out": whole}
+        elif form == "kv only":
+            arguments["q"] = None
+        q_out = dsv4_prologue.prologue(**arguments)
+        rows = dsv4_prologue.gather_dequantize(
+            arguments["k_cache"], arguments["slot_mapping"], cache_block_size=4
+        )
+        return q_out, rows + 1
+
+    results = []
+    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        arguments = tensors(device, out="buffer" if form == "buffer" else "new")
+        if form == "in place padded":
+            arguments["whole"] = torch.nn.functional.pad(arguments["q"], (0, 0, 0, 3))
+        with torch.no_grad():
+            q_out, rows = function(arguments)
+        results.append((q_out, rows, arguments["k_cache"]))
+    (q_a, rows_a, cache_a), (q_b, rows_b, cache_b) = results
+    assert torch.equal(bits(cache_a), bits(cache_b))
+    assert torch.equal(bits(rows_a), bits(rows_b))
+    if form == "kv only":
+        assert q_a is None
+        assert q_b is None
+    else:
+        assert torch.equal(bits(q_a), bits(q_b))
+
+
+def test_compile_does_not_recompile_when_n_changes(device: str) -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+
+    def call(
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        table: torch.Tensor,
+    ) -> torch.Tensor | None:
+        return dsv4_prologue.prologue(q, kv, cache, slots, positions, table, cache_block_size=4)
+
+    compiled = torch.compile(call, fullgraph=True, backend=counter, dynamic=True)
+    for n in (3, 5, 7):
+        a = build_case(n, 2, SMALL, device=device).arguments()
+        compiled(*(a[name] for name in INPUTS))
+    assert counter.frame_count == 1
+
+
+def test_a_compiled_call_refuses_bad_input_when_traced(device: str) -> None:
+    torch._dynamo.reset()
+    arguments = tensors(device)
+    arguments["kv"] = arguments["kv"][:2]
+    compiled = torch.compile(dsv4_prologue.prologue, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"kv: expected shape \[3, 512\], got \[2, 512\]"):
+        compiled(**arguments)
+
+
+def test_ops_check_bounds_before_anything_is_written(device: str) -> None:
+    inputs, options = split(tensors(device))
+    inputs[3][0] = 16
+    before = inputs[2].clone()
+    with pytest.raises(IndexError, match="slot_mapping: expected slots below 16, got 16"):
+        ops.prologue(*inputs, check_bounds=True, **options)
+    assert torch.equal(inputs[2], before)
+
+
+def test_fake_tensors_go_through_the_op(device: str) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    arguments = tensors(device, pad_heads=3)
+    with FakeTensorMode() as mode:
+        fake = {
+            k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v
+            for k, v in arguments.items()
+        }
+        q_out = dsv4_prologue.prologue(**fake)
+        assert q_out is not None
+        assert list(q_out.shape) == [3, 5, 512]
+
+
+def test_ops_equal_the_functions(device: str) -> None:
+    arguments = tensors(device)
+    q_want, cache_want = reference.prologue(**arguments)
+    inputs, options = split(dict(arguments))
+    q_out = ops.prologue(*inputs, **options)
+    assert torch.equal(bits(arguments["k_cache"]), bits(cache_want))
+    assert (q_out.float() - q_want.float()).abs().max() <= q_want.float().abs().max() * 2**-8
+
+
+@pytest.mark.parametrize(
+    "order", ["import torch, dsv4_prologue", "import dsv4_prologue, torch; dsv4_prologue.prologue"]
+)
+def test_ops_are_registered(order: str) -> None:
+    code = f"{order}; print(torch.ops.dsv4_prologue.prologue_out.default._schema.name)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "dsv4_prologue::prologue_out", done.stderr
