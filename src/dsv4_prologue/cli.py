@@ -1,0 +1,276 @@
+"""The command line: `dsv4-prologue`, or `python -m dsv4_prologue`.
+
+Every command exits with 0 where what it was asked holds, 1 where it does not, 2 where it was used
+wrongly. Tables (or, with `--json`, JSON) go to stdout, progress to stderr. torch is imported only
+by the commands that need it: `explain --card` needs none.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from dsv4_prologue._version import __version__
+from dsv4_prologue.cards import card_names
+from dsv4_prologue.selection import CARD_VARIABLE, default_device, explain, select
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+INSTALLING = "the README says how, under Installing"
+
+app = typer.Typer(
+    name="dsv4-prologue",
+    help="The DeepSeek-V4 attention prologue: what it does, and why, on this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # an unexpected exception stays one
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def _known_card(name: str | None) -> str | None:
+    if name is not None and name not in card_names():
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(card_names())}")
+    return name
+
+
+def _require(module: str, remedy: str) -> None:
+    """Exit with 2 where a module is not installed."""
+    if importlib.util.find_spec(module) is None:
+        typer.echo(f"This needs {module}, which is not installed; {remedy}", err=True)
+        raise typer.Exit(2)
+
+
+def _present_device(name: str | None) -> str | None:
+    """Return the name of a device that is there, or None for None."""
+    if name is None:
+        return None
+    import torch
+
+    try:
+        present = torch.get_device_module(torch.device(name)).is_available()
+    except RuntimeError as error:  # what torch raises for a device it has no name for
+        raise typer.BadParameter(str(error), param_hint="--device") from error
+    if not present:
+        raise typer.BadParameter(f"{name!r} is not available here", param_hint="--device")
+    return name
+
+
+def _print(values: Mapping[str, Any], as_json: bool) -> None:
+    """Print names and values: as JSON, or as a table of two columns."""
+    if as_json:
+        typer.echo(json.dumps(values, indent=2))
+        return
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in values.items():
+        lines = value if isinstance(value, list) else [value]
+        table.add_row(name, "\n".join("none" if line is None else str(line) for line in lines))
+    Console(markup=False, highlight=False).print(table)
+
+
+CardOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        envvar=CARD_VARIABLE,
+        callback=_known_card,
+        help="A card by name; without it, the card of this machine.",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(help="A torch device; without it, the accelerator if there is one, or the CPU."),
+]
+
+
+@app.callback()
+def options(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Take the options that belong to no command."""
+
+
+@app.command()
+def info(as_json: JsonOption = False) -> None:
+    """Show versions, the device, Triton's target, the card that serves it, and why."""
+    _require("torch", INSTALLING)
+    import torch
+
+    from dsv4_prologue.measure.record import environment
+
+    device = torch.device(default_device())
+    seen = environment(str(device))
+    target = None
+    if device.type != "cpu":
+        from triton.runtime import driver
+
+        found = driver.active.get_current_target()
+        target = f"{found.backend}:{found.arch}, {found.warp_size} lanes a warp"
+    card, forced = select(device)
+    if forced:
+        why = f"named by {CARD_VARIABLE}"
+    elif device.type == "cpu":
+        why = card.why
+    elif card.name == "unknown":
+        why = f"no card file matches {seen['device']!r} with Triton target {target}"
+    else:
+        why = f"its file matches {seen['device']!r} with Triton target {target}"
+    values = {"dsv4_prologue": __version__, **seen, "target": target}
+    values |= {"card": card.name, "title": card.title, "forced": forced, "why": why}
+    _print(values, as_json)
+
+
+@app.command(name="explain")
+def explain_command(
+    num_tokens: Annotated[int, typer.Option(min=0, help="Rows of q and kv.")],
+    num_heads: Annotated[int, typer.Option(min=0, help="Query heads; 0 without q.")],
+    card: CardOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show which kernel and which launch a call of this size gets, and why. Runs nothing."""
+    if card is None:
+        _require("torch", f"or name a card: --card {'|'.join(card_names())}")
+    plan = explain(num_tokens, num_heads, card=card)
+    values = {"num_tokens": num_tokens, "num_heads": num_heads, **plan.to_dict()}
+    _print(values, as_json)
+
+
+@app.command()
+def check(
+    shapes: Annotated[
+        str | None,
+        typer.Option(
+            help="quick, core, extra, all, or like 17x64,1000x8 (tokens x heads); without it, "
+            "quick on a CPU and all on an accelerator."
+        ),
+    ] = None,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(help="A form of call, may be given again; without it, each that fits."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    record: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Append the records to this file.")
+    ] = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare the operator with the oracle on this device, byte by byte.
+
+    Holds if no case differs and at least one was verified. What memory or time does not allow is
+    listed as not verified, with the reason.
+    """
+    _require("torch", INSTALLING)
+    from dsv4_prologue.measure.record import append
+    from dsv4_prologue.verify import conformance
+
+    device = _present_device(device) or default_device()
+    shapes = shapes or ("quick" if device == "cpu" else "all")
+    try:
+        total = sum(
+            len(variant or conformance.variants_for(*shape))
+            for shape in conformance.parse_shapes(shapes)
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    for name in variant or ():
+        if name not in conformance.VARIANTS:
+            known = ", ".join(conformance.VARIANTS)
+            raise typer.BadParameter(f"{name!r} is not one of {known}", param_hint="--variant")
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task(f"{shapes} on {device}", total=total)
+        records = conformance.run_check(
+            device,
+            shapes,
+            seed,
+            variants=variant,
+            on_result=lambda _: progress.advance(task),
+        )
+    if record is not None:
+        append(record, records, device=device)
+    if as_json:
+        typer.echo(json.dumps(records, indent=2))
+    else:
+        _print_records(records)
+    verdicts = {seen["verdict"] for seen in records}
+    raise typer.Exit(0 if "ok" in verdicts and "differs" not in verdicts else 1)
+
+
+def _print_records(records: list[dict[str, Any]]) -> None:
+    """Print a row a case, why some are not ok, and the sum."""
+    table = Table(box=SIMPLE, pad_edge=False)
+    for header in ("tokens", "heads"):
+        table.add_column(header, justify="right")
+    table.add_column("form")
+    for header in ("bytes wrong", "Q: ULP", "time, ms"):
+        table.add_column(header, justify="right")
+    table.add_column("verdict")
+    reasons = []
+    for seen in records:
+        size, form = (str(seen["num_tokens"]), str(seen["num_heads"])), seen["variant"]
+        figures = ["", "", ""]
+        if "time_us" in seen:
+            figures = [str(seen[name]) for name in ("bytes_differing", "max_ulp")]
+            figures.append(f"{seen['time_us'] / 1000:.1f}")
+        table.add_row(*size, form, *figures, seen["verdict"])
+        if seen["verdict"] != "ok":
+            reasons.append(f"{'x'.join(size)}, {form}: {seen['verdict']}: {seen['reason']}")
+    counts = Counter(seen["verdict"] for seen in records)
+    sums = ", ".join(
+        f"{counts[verdict]} {verdict}" for verdict in ("ok", "differs", "not verified")
+    )
+    cards = sorted({seen["card"] + " (forced)" * seen["forced"] for seen in records})
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    console.print(table)
+    console.print(*reasons, f"{sums}, on {', '.join(cards)}", sep="\n")
+
+
+@app.command()
+def demo(
+    text: Annotated[str | None, typer.Option(help="What the model reads.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, readable=True, help="A file it reads."),
+    ] = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a small DeepSeek-V4 on real text with the operator in it; compare with its own code."""
+    if text is not None and file is not None:
+        raise typer.BadParameter("give --text or --file, not both")
+    _require("torch", INSTALLING)
+    _require("transformers", "pip install 'dsv4-prologue[demo]'")
+    from dsv4_prologue import demo as demonstration
+
+    if file is not None:
+        text = file.read_text(encoding="utf-8")
+    raise typer.Exit(demonstration.run(text=text, device=_present_device(device), as_json=as_json))
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

@@ -1,0 +1,1 @@
+"""The prologue inside other people's models and engines; the package itself imports none."""

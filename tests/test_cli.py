@@ -1,0 +1,217 @@
+"""The command line: exit codes, JSON, and that a plan can be asked for without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import dsv4_prologue
+from dsv4_prologue import cli
+from dsv4_prologue.cards import card_names
+
+pytestmark = pytest.mark.once
+
+SIZE = ("--num-tokens", "4096", "--num-heads", "64")
+# Makes an import of torch or triton fail, as where they are not installed.
+BLOCKED = "import sys; sys.modules['torch'] = sys.modules['triton'] = None\n"
+
+
+@pytest.fixture(autouse=True)
+def nobody_names_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DSV4_PROLOGUE_CARD", raising=False)
+
+
+def invoke(*arguments: str, **env: str) -> Result:
+    return CliRunner().invoke(cli.app, list(arguments), env=env)
+
+
+def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = (
+        f"{BLOCKED}sys.argv[1:] = {list(arguments)!r}\nfrom dsv4_prologue.cli import main; main()"
+    )
+    command = [sys.executable, "-c", code]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+
+
+def test_version_as_a_module() -> None:
+    command = [sys.executable, "-m", "dsv4_prologue", "--version"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+    assert done.stdout == f"{dsv4_prologue.__version__}\n"
+
+
+@pytest.mark.parametrize("card", card_names())
+def test_explain_gives_the_plan_of_each_card(card: str) -> None:
+    result = invoke("explain", *SIZE, "--card", card, "--json")
+    assert result.exit_code == 0
+    values = json.loads(result.stdout)
+    plan = dsv4_prologue.explain(4096, 64, card=card)
+    assert values == {"num_tokens": 4096, "num_heads": 64, **plan.to_dict()}
+    assert values["card"] == card
+    assert values["forced"]
+    assert values["reason"]
+    assert values["evidence"]
+
+
+def test_explain_as_a_table_says_the_reason() -> None:
+    result = invoke("explain", *SIZE, "--card", "unknown", COLUMNS="400")
+    assert result.exit_code == 0
+    assert dsv4_prologue.explain(4096, 64, card="unknown").reason in result.stdout
+    assert result.stderr == ""
+
+
+def test_explain_takes_the_card_from_the_environment() -> None:
+    result = invoke("explain", *SIZE, "--json", DSV4_PROLOGUE_CARD="unknown")
+    assert json.loads(result.stdout)["card"] == "unknown"
+
+
+def test_explain_needs_neither_torch_nor_triton() -> None:
+    done = without_torch("explain", *SIZE, "--card", "nvidia-hopper", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["kernel"] == "tiled"
+
+
+@pytest.mark.parametrize("arguments", [("explain", *SIZE), ("info",), ("check",), ("demo",)])
+def test_what_needs_torch_says_so(arguments: tuple[str, ...]) -> None:
+    done = without_torch(*arguments)
+    assert done.returncode == 2
+    assert "This needs torch" in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "word"),
+    [
+        ((), {}, "Usage"),
+        (("explain", "--num-tokens", "1"), {}, "--num-heads"),
+        (("explain", "--num-tokens", "-1", "--num-heads", "1"), {}, "--num-tokens"),
+        (("explain", *SIZE, "--card", "nvidia-hoper"), {}, "nvidia-hopper"),
+        (("explain", *SIZE), {"DSV4_PROLOGUE_CARD": "nvidia-hoper"}, "nvidia-hopper"),
+        (("demo", "--text", "a", "--file", __file__), {}, "not both"),
+        (("demo", "--file", "no-such-file"), {}, "no-such-file"),
+        (("check", "--shapes", "17"), {}, "quick"),
+        (("check", "--variant", "no such form"), {}, "in place"),
+        (("check", "--device", "no-such-device"), {}, "--device"),
+        (("demo", "--device", "meta"), {}, "--device"),
+        (("no-such-command",), {}, "no-such-command"),
+    ],
+)
+def test_wrong_usage_is_2_and_says_why(
+    arguments: tuple[str, ...], env: dict[str, str], word: str
+) -> None:
+    result = invoke(*arguments, **env)
+    assert result.exit_code == 2
+    assert word in result.output
+
+
+def test_info_names_the_card_and_why() -> None:
+    pytest.importorskip("torch")
+    result = invoke("info", "--json")
+    assert result.exit_code == 0
+    values = json.loads(result.stdout)
+    assert values["card"] in card_names()
+    assert values["why"]
+    assert not values["forced"]
+    assert values["device"]
+    assert "torch" in invoke("info").stdout
+
+
+def test_info_says_that_the_card_was_named() -> None:
+    pytest.importorskip("torch")
+    values = json.loads(invoke("info", "--json", DSV4_PROLOGUE_CARD="unknown").stdout)
+    assert values["card"] == "unknown"
+    assert values["forced"]
+    assert "DSV4_PROLOGUE_CARD" in values["why"]
+
+
+@pytest.mark.parametrize("exit_code", [0, 1, 2])
+def test_demo_hands_on_what_it_was_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, exit_code: int
+) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from dsv4_prologue import demo
+
+    seen: list[dict[str, Any]] = []
+
+    def run(**arguments: Any) -> int:
+        seen.append(arguments)
+        return exit_code
+
+    monkeypatch.setattr(demo, "run", run)
+    file = tmp_path / "text"
+    file.write_text("Grüße", encoding="utf-8")
+    assert invoke("demo").exit_code == exit_code
+    assert invoke("demo", "--file", str(file), "--device", "cpu").exit_code == exit_code
+    assert invoke("demo", "--text", "a text", "--json").exit_code == exit_code
+    assert seen == [
+        {"text": None, "device": None, "as_json": False},
+        {"text": "Grüße", "device": "cpu", "as_json": False},
+        {"text": "a text", "device": None, "as_json": True},
+    ]
+
+
+CHECK = ("check", "--device", "cpu", "--shapes", "3x2", "--variant", "in place")
+
+
+def test_check_prints_its_records_and_stores_them(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    file = tmp_path / "new" / "record.jsonl"
+    result = invoke(*CHECK, "--json", "--record", str(file))
+    assert result.exit_code == 0, result.output
+    (record,) = json.loads(result.stdout)
+    assert (record["num_tokens"], record["num_heads"], record["card"]) == (3, 2, "cpu")
+    assert (record["verdict"], record["bytes_differing"]) == ("ok", 0)
+    (stored,) = map(json.loads, file.read_text().splitlines())
+    assert stored.items() >= record.items()
+    assert {"schema_version", "date", "commit", "command", "environment"} <= stored.keys()
+
+
+def test_check_as_a_table_ends_in_a_sum() -> None:
+    pytest.importorskip("torch")
+    result = invoke(*CHECK)
+    assert result.exit_code == 0, result.output
+    assert "in place" in result.stdout
+    assert result.stdout.splitlines()[-1] == "1 ok, 0 differs, 0 not verified, on cpu"
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "exit_code"),
+    [
+        (("ok", "ok"), 0),
+        (("ok", "not verified"), 0),
+        (("ok", "differs"), 1),
+        (("not verified", "not verified"), 1),
+    ],
+)
+def test_check_holds_if_something_was_verified_and_nothing_differs(
+    monkeypatch: pytest.MonkeyPatch, verdicts: tuple[str, ...], exit_code: int
+) -> None:
+    pytest.importorskip("torch")
+    from dsv4_prologue.verify import conformance
+
+    records = [
+        {
+            "num_tokens": 131072,
+            "num_heads": 128,
+            "variant": "in place",
+            "verdict": verdict,
+            "reason": "" if verdict == "ok" else "a reason",
+            "card": "cpu",
+            "forced": True,
+        }
+        for verdict in verdicts
+    ]
+    monkeypatch.setattr(conformance, "run_check", lambda *_, **__: records)
+    result = invoke("check")
+    assert result.exit_code == exit_code
+    assert ("a reason" in result.stdout) == (set(verdicts) != {"ok"})
+    assert result.stdout.rstrip().endswith("on cpu (forced)")
