@@ -164,6 +164,7 @@ def test_a_record() -> None:
     assert written > 0
     assert written % 584 == 0
     assert record == {
+        "record": "check",
         "num_tokens": 9,
         "num_heads": 2,
         "variant": "in place",

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -95,19 +94,39 @@ def test_environment() -> None:
     json.dumps(found)
 
 
-def test_append(tmp_path: Path, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_append_and_read(tmp_path: Path, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert package.is_dir()
     monkeypatch.setattr(
-        "sys.argv", [str(tmp_path / "bin" / "dsv4-prologue"), "check", "--a", "b c"]
+        "sys.argv", [str(tmp_path / "bin" / "dsv4-prologue"), "check", "--a", "b c", "/some/file"]
     )
     file = tmp_path / "results" / "cpu" / "day.jsonl"
-    records: list[dict[str, Any]] = [{"num_tokens": 1}, {"num_tokens": 2, "commit": "mine"}]
-    append(file, records[:1], device="cpu")
-    append(file, records[1:], device="cpu")
-    one, two = (json.loads(line) for line in file.read_text().splitlines())
-    assert (one["num_tokens"], two["num_tokens"]) == (1, 2)
-    assert one["schema_version"] == record.SCHEMA_VERSION
-    assert one["date"].endswith("+00:00")
-    assert one["command"] == "dsv4-prologue check --a 'b c'"
-    assert (one["commit"], one["dirty"], two["commit"]) == ("unknown", False, "mine")
-    assert one["environment"] == environment("cpu")
+    append(file, [{"num_tokens": 1}, {"num_tokens": 2}], device="cpu")
+    append(file, [{"num_tokens": 3}], device="cpu")
+    assert len(file.read_text().splitlines()) == 5
+    records = record.read(file)
+    assert [one["num_tokens"] for one in records] == [1, 2, 3]
+    run = records[0]["run"]
+    assert run["schema_version"] == record.SCHEMA_VERSION
+    assert run["date"].endswith("+00:00")
+    assert run["command"] == "dsv4-prologue check --a 'b c' file"
+    assert (run["commit"], run["dirty"]) == ("unknown", False)
+    assert run["environment"] == environment("cpu")
+
+
+def test_a_record_without_a_run_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "stray.jsonl"
+    file.write_text('{"num_tokens": 1}\n')
+    with pytest.raises(ValueError, match="expected a run before the first record"):
+        record.read(file)
+
+
+def test_the_driver_is_read_where_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "version"
+    monkeypatch.setattr(record, "_DRIVER_FILE", told)
+    assert record._driver() is None
+    told.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release\n"
+    )
+    assert record._driver() == "580.159.04"

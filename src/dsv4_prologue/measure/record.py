@@ -1,7 +1,7 @@
 """Records: what was measured or checked, with all that is needed to believe it.
 
-A record is a flat JSON object, one a line. What produced it adds its own fields; `append` adds
-when, where, from which commit and by which command.
+A file holds JSON lines. A line whose `record` is "run" says when, where, from which commit and by
+which command the lines that follow it were made; `read` puts the two together again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -24,6 +25,8 @@ from dsv4_prologue.cards import get_card
 
 #: Counts up when a field changes its meaning or goes; a new field does not count it up.
 SCHEMA_VERSION = 1
+#: Where Linux tells the version of NVIDIA's driver; torch has no public name for it.
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 #: The commit, where the package is installed and no work tree tells it.
 COMMIT_VARIABLE = "DSV4_PROLOGUE_COMMIT"
 
@@ -88,11 +91,19 @@ def _host_cpu() -> str:
     return platform.processor() or platform.machine()
 
 
+def _driver() -> str | None:
+    """The version of NVIDIA's kernel driver, like "580.159.04"."""
+    if not _DRIVER_FILE.exists():
+        return None
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", _DRIVER_FILE.read_text())
+    return found[0] if found is not None else None
+
+
 def environment(device: str | None = None) -> dict[str, Any]:
     """What a figure depends on beside our sources: device, driver, torch, Triton, Python, host.
 
-    `device` is a torch device; None: the accelerator at hand, else the CPU. `driver` is the
-    version torch tells (for CUDA as 1000 * major + 10 * minor), None where it tells none.
+    `device` is a torch device; None: the accelerator at hand, else the CPU. `driver` is None where
+    nothing tells it.
     """
     import torch
 
@@ -106,11 +117,10 @@ def environment(device: str | None = None) -> dict[str, Any]:
         import triton
 
         triton_version = triton.__version__
-    driver_version = getattr(torch._C, "_cuda_getDriverVersion", None)
     return {
         "device": cpu if kind == "cpu" else torch.get_device_module(kind).get_device_name(name),
         "device_type": kind,
-        "driver": driver_version() if kind == "cuda" and driver_version is not None else None,
+        "driver": _driver() if kind == "cuda" else None,
         "torch": torch.__version__,
         "torch_runtime": torch.version.cuda or torch.version.hip,
         "triton": triton_version,
@@ -121,24 +131,41 @@ def environment(device: str | None = None) -> dict[str, Any]:
     }
 
 
+def _command() -> str:
+    """The command line, its program and its files by name only."""
+    program, *arguments = sys.argv
+    short = [Path(one).name if Path(one).is_absolute() else one for one in arguments]
+    return shlex.join([Path(program).name, *short])
+
+
 def append(
     path: Path | str, records: Iterable[Mapping[str, Any]], *, device: str | None = None
 ) -> None:
-    """Append records to a file of JSON lines, with what every record carries.
-
-    That is `schema_version`, `date` (UTC), `environment` (of `device`), `commit`, `dirty` and
-    `command` (the command line, its program by name only). A record's own field of such a name is
-    kept. Makes the folder if there is none.
-    """
-    common: dict[str, Any] = {
+    """Append a run to a file: a line about it, then a line for each of its records."""
+    run: dict[str, Any] = {
+        "record": "run",
         "schema_version": SCHEMA_VERSION,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **commit()._asdict(),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(),
         "environment": environment(device),
     }
-    lines = [json.dumps({**common, **record}) + "\n" for record in records]
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(lines)
+        file.writelines(json.dumps(line) + "\n" for line in (run, *records))
+
+
+def read(path: Path | str) -> list[dict[str, Any]]:
+    """The records of a file, each with its run under `run`; ValueError for one without a run."""
+    run: dict[str, Any] | None = None
+    found = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        one = json.loads(line)
+        if one.get("record") == "run":
+            run = one
+        elif run is None:
+            raise ValueError(f"{path}: expected a run before the first record, got {line[:80]}")
+        else:
+            found.append({**one, "run": run})
+    return found

@@ -23,7 +23,7 @@ from dsv4_prologue import reference
 from dsv4_prologue.contract import CORE_NUM_HEADS, CORE_NUM_TOKENS, HEAD_DIM
 from dsv4_prologue.measure.record import kernel_hash
 from dsv4_prologue.op import prologue
-from dsv4_prologue.planning import Plan, Problem
+from dsv4_prologue.planning import Plan
 from dsv4_prologue.selection import default_device, plan_for
 from dsv4_prologue.verify.canary import SLICE
 from dsv4_prologue.verify.compare import Comparison, compare
@@ -88,7 +88,7 @@ _LARGE = ("in place", "new tensor")
 
 #: Units (token x role) a case may have. The oracle and the torch composition do about 10**5 units
 #: a second on a core, Triton's interpreter about 10**3; either bound is a few seconds a case.
-CPU_UNITS = 1 << 19
+CPU_UNITS = 1 << 20
 INTERPRETER_UNITS = 1 << 11
 
 
@@ -248,9 +248,10 @@ def run_check(
             if foreign:
                 variant = replace(variant, out_of_range=False)
             heads_out = num_heads + variant.pad_heads if variant.q else 0
-            plan = plan_for(where, Problem(num_tokens, heads_out))
+            plan = plan_for(where, num_tokens, heads_out)
             budget = max_units if max_units is not None else work_budget(where, plan)
             record: dict[str, Any] = {
+                "record": "check",
                 "num_tokens": num_tokens,
                 "num_heads": num_heads,
                 "variant": name,
