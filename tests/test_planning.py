@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
-from dsv4_prologue import Launch, Problem, explain, plan, use_card, use_launch
-from dsv4_prologue.cards import Card, Match, Rule, card_names, get_card, match_card
+from dsv4_prologue import (
+    Launch,
+    Problem,
+    explain,
+    plan,
+    selection,
+    toolchain,
+    use_card,
+    use_launch,
+)
+from dsv4_prologue.cards import Card, Match, Rule, Toolchain, card_names, get_card, match_card
+from dsv4_prologue.planning import DEFAULT_LAUNCH
 from dsv4_prologue.selection import CARD_VARIABLE
 
 pytestmark = pytest.mark.once
@@ -23,7 +35,6 @@ def card(**changes: object) -> Card:
         "title": "a card for tests",
         "kernel": "tiled",
         "fp8_cast": "integer",
-        "default": Launch(),
         "why": "it is the plain form",
         "evidence": "not measured on this card",
     }
@@ -61,10 +72,10 @@ RULED = card(
 @pytest.mark.parametrize(
     ("num_tokens", "num_heads", "launch", "reason"),
     [
-        (511, 8, Launch(), "default launch, since no rule holds"),
+        (511, 8, DEFAULT_LAUNCH, "default launch, since no rule holds"),
         (512, 64, WIDE, "from 512 tokens, up to 64 heads: it is wide"),
         (512, 65, Launch(2, 1, 2), "from 16384 units: it is wider"),
-        (251, 64, Launch(), "default launch"),
+        (251, 64, DEFAULT_LAUNCH, "default launch"),
         (253, 64, Launch(2, 1, 2), "from 16384 units"),
     ],
 )
@@ -130,20 +141,47 @@ def test_cards_of_the_package() -> None:
         get_card("tpu")
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H20"])
-def test_hopper_is_recognised(name: str) -> None:
-    assert match_card("cuda", 90, name).name == "nvidia-hopper"
-
-
-def test_no_match_is_unknown() -> None:
-    assert match_card("cuda", 75, "Tesla T4").name == "unknown"
-    assert match_card("xpu", "bmg", "Intel").name == "unknown"
+@pytest.mark.parametrize(
+    ("backend", "arch", "device_name", "card_name"),
+    [
+        ("cuda", 90, "NVIDIA H200", "nvidia-hopper"),
+        ("cuda", 90, "NVIDIA H100 80GB HBM3", "nvidia-hopper"),
+        ("cuda", 90, "NVIDIA GH200 480GB", "nvidia-hopper"),
+        ("cuda", 80, "NVIDIA A100-SXM4-80GB", "nvidia-ampere"),
+        ("cuda", 80, "A100-SXM4-40GB", "nvidia-ampere"),
+        ("cuda", 86, "NVIDIA GeForce RTX 3090", "nvidia-ampere"),
+        ("cuda", 89, "NVIDIA L4", "nvidia-ada"),
+        ("cuda", 100, "NVIDIA B200", "nvidia-blackwell"),
+        ("cuda", 120, "NVIDIA GeForce RTX 5090", "nvidia-blackwell"),
+        ("hip", "gfx942", "AMD Instinct MI300X", "amd-cdna3"),
+        ("hip", "gfx950", "AMD Instinct MI355X", "amd-cdna3"),
+        ("maca", 80, "MetaX C550", "metax-c550"),
+        ("cuda", 80, "MetaX C550", "metax-c550"),
+        ("hip", "gfx936", "BW1000", "hygon-bw1000"),
+        ("musa", 31, "MTT S5000", "mthreads-s5000"),
+        ("ppu", 80, "PPU-ZW810E", "thead-zw810e"),
+        ("cuda", 80, "PPU-ZW810E", "thead-zw810e"),
+        ("npu", "Ascend910B4", "Ascend910B4", "ascend-910b"),
+        ("npu", "Ascend910B3", "Ascend910B3", "ascend-910b"),
+        # Near misses.
+        ("cuda", 80, "MetaX C500", "unknown"),
+        ("hip", "gfx90a", "AMD Instinct MI250X", "unknown"),
+        ("npu", "Ascend910_9362", "Ascend910_9362", "unknown"),
+        ("musa", 22, "MTT S4000", "unknown"),
+        ("cuda", 75, "Tesla T4", "unknown"),
+        ("xpu", "bmg", "Intel Arc", "unknown"),
+    ],
+)
+def test_a_card_is_recognised(
+    backend: str, arch: int | str, device_name: str, card_name: str
+) -> None:
+    assert match_card(backend, arch, device_name).name == card_name
 
 
 def test_two_matches_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from dsv4_prologue import cards
 
-    match = Match(backends=("cuda",), arches=(90,))
+    match = Match(backends=("cuda",), arches=("90",))
     two = {n: card(name=n, match=match) for n in ("one-card", "other-card")}
     monkeypatch.setattr(cards, "_cards", lambda: two)
     with pytest.raises(
@@ -153,11 +191,102 @@ def test_two_matches_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_match_looks_at_target_then_name() -> None:
-    match = Match(backends=("maca", "cuda"), arches=(80,), device_name="C550")
+    match = Match(backends=("maca", "cuda"), arches=("80",), device_name="C550")
     assert match.holds("cuda", 80, "MetaX c550")
     assert not match.holds("cuda", 80, "NVIDIA A100")
     assert not match.holds("cuda", 90, "MetaX C550")
     assert not match.holds("hip", 80, "MetaX C550")
+
+
+TILE_8 = Launch(8, 1, 4)
+TILE_4 = Launch(4, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("card_name", "num_tokens", "num_heads", "launch", "reason"),
+    [
+        ("metax-c550", 511, 64, DEFAULT_LAUNCH, "no rule holds (from 512 tokens)"),
+        ("metax-c550", 512, 64, TILE_8, "from 512 tokens: 16 elements a lane"),
+        ("metax-c550", 511, 128, DEFAULT_LAUNCH, "no rule holds"),
+        ("metax-c550", 512, 128, TILE_8, "from 512 tokens"),
+        ("hygon-bw1000", 252, 64, DEFAULT_LAUNCH, "no rule holds (from 16384 units)"),
+        ("hygon-bw1000", 253, 64, TILE_8, "from 16384 units: 16 elements a lane"),
+        ("hygon-bw1000", 127, 128, DEFAULT_LAUNCH, "no rule holds"),
+        ("hygon-bw1000", 128, 128, TILE_8, "from 16384 units"),
+        ("mthreads-s5000", 512, 64, TILE_4, "from 512 tokens, up to 64 heads: a wider program"),
+        ("mthreads-s5000", 512, 65, DEFAULT_LAUNCH, "no rule holds"),
+        ("mthreads-s5000", 511, 64, DEFAULT_LAUNCH, "no rule holds"),
+        ("thead-zw810e", 1, 64, DEFAULT_LAUNCH, "default launch: the plain form"),
+        ("thead-zw810e", 131072, 128, DEFAULT_LAUNCH, "default launch: the plain form"),
+        ("ascend-910b", 1, 64, Launch(1, 32), "always: heads of one token"),
+        ("ascend-910b", 1, 40, Launch(1, 8), "always"),
+        ("ascend-910b", 1, 5, Launch(1, 1), "always"),
+        ("ascend-910b", 1, 128, Launch(1, 32), "always"),
+        ("nvidia-ampere", 4096, 64, DEFAULT_LAUNCH, "default launch: no launch was measured"),
+    ],
+)
+def test_both_sides_of_each_boundary(
+    card_name: str, num_tokens: int, num_heads: int, launch: Launch, reason: str
+) -> None:
+    made = explain(num_tokens, num_heads, card=card_name)
+    assert made.launch == launch
+    assert reason in made.reason
+
+
+def test_a_toolchain_below_its_floor_falls_through_to_the_default() -> None:
+    below = explain(512, 64, card="mthreads-s5000", toolchain="0.6.0+mthreads3.6")
+    assert below.launch == DEFAULT_LAUNCH
+    assert "flagtree 0.6.0+mthreads3.6 is below 0.6.1+mthreads3.6" in below.reason
+    at = explain(512, 64, card="mthreads-s5000", toolchain="0.6.1+mthreads3.6")
+    assert at.launch == TILE_4
+    assert "flagtree 0.6.1+mthreads3.6 reaches" in at.reason
+    assert "is taken to be there" in explain(512, 64, card="mthreads-s5000").reason
+
+
+@pytest.mark.parametrize(
+    ("version", "met"),
+    [
+        ("0.6.1+mthreads3.6", True),
+        ("0.6.1+mthreads3.7", True),
+        ("0.7.0+mthreads3.6", True),
+        ("0.10.0+mthreads3.6", True),
+        ("0.6.1rc1+mthreads3.6", False),
+        ("0.6.1+mthreads3.5", False),
+        ("0.6.1", False),
+        ("0.5.1+mthreads3.1", False),
+    ],
+)
+def test_versions_of_a_toolchain(version: str, met: bool) -> None:
+    made = explain(512, 64, card="mthreads-s5000", toolchain=version)
+    assert (made.launch == TILE_4) is met
+
+
+def test_a_toolchain_is_asked_only_of_cards_that_have_a_floor() -> None:
+    with pytest.raises(ValueError, match="metax-c550 has no floor"):
+        explain(512, 64, card="metax-c550", toolchain="0.6.1")
+    with pytest.raises(ValueError, match="toolchain: expected None without a card"):
+        explain(512, 64, toolchain="0.6.1")
+
+
+def test_a_toolchain_without_a_version_is_known_by_its_binary(tmp_path: Path) -> None:
+    binary = tmp_path / "llc"
+    binary.write_bytes(b"a compiler")
+    validated = hashlib.md5(b"a compiler", usedforsecurity=False).hexdigest()
+    known = Toolchain("flagtree", "0.6.1", "bin/llc", validated, "why")
+    assert toolchain._identify(known, None, binary).met
+    assert not toolchain._identify(known, None, None).met
+    assert "there is no bin/llc" in toolchain._identify(known, None, tmp_path / "none").reason
+    binary.write_bytes(b"another")
+    other = toolchain._identify(known, None, binary)
+    assert not other.met
+    assert "not the validated build" in other.reason
+    assert toolchain._identify(known, "0.6.1", binary).met  # the version comes first
+
+
+def test_the_toolchain_at_hand_is_no_flagtree() -> None:
+    floor = get_card("mthreads-s5000").toolchain
+    assert floor is not None
+    assert not toolchain.at_hand(floor).met
 
 
 def test_use_card_forces_and_says_so() -> None:
@@ -175,6 +304,8 @@ def test_use_card_forces_and_says_so() -> None:
 
 def test_the_variable_forces(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
+    # A process keeps to the variable it started with.
+    monkeypatch.setattr(selection, "_plan_at_hand", selection._plan_at_hand.__wrapped__)
     monkeypatch.setenv(CARD_VARIABLE, "unknown")
     assert explain(1, 1).card == "unknown"
     assert explain(1, 1).forced

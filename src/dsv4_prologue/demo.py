@@ -42,7 +42,7 @@ from dsv4_prologue.contract import (
     SCALE_BYTES,
     TOKEN_BYTES,
 )
-from dsv4_prologue.planning import Plan, Problem
+from dsv4_prologue.planning import Plan
 from dsv4_prologue.selection import default_device, plan_for
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def run(*, text: str | None = None, device: str | None = None, as_json: bool = F
         torch=torch.__version__,
         transformers=transformers.__version__,
         seconds=round(time.perf_counter() - start, 1),
-        plans={n: plan_for(target, Problem(n, NUM_HEADS)) for n in (prefill, 1)},
+        plans={n: plan_for(target, n, NUM_HEADS) for n in (prefill, 1)},
         layers=layers,
         runs=runs,
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from dsv4_prologue.cards.card import Card
@@ -57,12 +58,23 @@ class Launch:
         return f"{self.tokens_per_tile}x{self.heads_per_tile} (tokens x heads), {warps}"
 
 
+#: What runs where no rule holds: one program a unit, one warp. Every compiler takes it.
+DEFAULT_LAUNCH = Launch()
+
+
+class Floor(NamedTuple):
+    """Whether the toolchain at hand reaches a card's floor, and how that is known."""
+
+    met: bool
+    reason: str
+
+
 @dataclass(frozen=True)
 class Plan:
     """What will run, and why."""
 
     card: str
-    kernel: str  # "tiled", or "torch" for the composition
+    kernel: str  # "tiled", "vector_core", or "torch" for the composition
     launch: Launch
     fp8_cast: str  # "compiler" or "integer"
     reason: str
@@ -83,21 +95,35 @@ class Plan:
 
 
 def plan(
-    card: Card, problem: Problem, *, launch: Launch | None = None, forced: bool = False
+    card: Card,
+    problem: Problem,
+    *,
+    launch: Launch | None = None,
+    forced: bool = False,
+    floor: Floor | None = None,
 ) -> Plan:
-    """Choose the launch for a problem: the card's first rule that holds, or its default.
+    """Choose the launch for a problem: the card's first rule that holds, or the default.
 
-    `launch` overrides the choice; `forced` records that somebody named the card.
+    `launch` overrides the choice; `forced` records that somebody named the card. `floor` says
+    whether the toolchain reaches the card's floor: below it no rule holds. None takes a card that
+    has a floor to be at it, and says so.
     """
-    default = card.default
+    reason, evidence, chosen = f"default launch: {card.why}", card.evidence, DEFAULT_LAUNCH
+    rule = next((rule for rule in card.rules if rule.holds(problem)), None)
     if launch is not None:
-        chosen, reason, evidence = launch, "launch given by use_launch", "none: given by hand"
-    else:
-        rule = next((rule for rule in card.rules if rule.holds(problem)), None)
-        if rule is not None:
-            chosen, reason, evidence = rule.launch, f"{rule.condition}: {rule.why}", rule.evidence
-        else:
-            unmet = "; ".join(rule.condition for rule in card.rules)
-            prefix = f"default launch, since no rule holds ({unmet}): " if unmet else ""
-            chosen, reason, evidence = default, prefix + card.why, card.evidence
+        reason, evidence, chosen = "launch given by use_launch", "none: given by hand", launch
+    elif floor is not None and not floor.met:
+        reason = f"default launch, since {floor.reason}: {card.why}"
+    elif rule is not None:
+        reason, evidence, chosen = f"{rule.condition}: {rule.why}", rule.evidence, rule.launch
+        if card.toolchain is not None:
+            known = floor.reason if floor is not None else "the toolchain is taken to be there"
+            reason += f" (needs {card.toolchain}; {known})"
+    elif card.rules:
+        unmet = "; ".join(rule.condition for rule in card.rules)
+        reason = f"default launch, since no rule holds ({unmet}): {card.why}"
+    if card.heads_divide and problem.num_heads:
+        # The largest power of two that divides both: a tile of heads has no tail.
+        heads = math.gcd(chosen.heads_per_tile, problem.num_heads)
+        chosen = replace(chosen, heads_per_tile=heads)
     return Plan(card.name, card.kernel, chosen, card.fp8_cast, reason, evidence, forced)

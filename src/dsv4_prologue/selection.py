@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dsv4_prologue.cards import Card, get_card, match_card
 from dsv4_prologue.planning import Launch, Plan, Problem, plan
+from dsv4_prologue.toolchain import at_hand, reaches
 
 if TYPE_CHECKING:
     import torch
@@ -87,10 +88,28 @@ def select(device: torch.device) -> Selection:
     return Selection(_recognise(device.type, device.index or 0), False)
 
 
-def plan_for(device: torch.device, problem: Problem) -> Plan:
-    """What a call on this device runs, `use_card` and `use_launch` honoured."""
+def _plan(device: torch.device, problem: Problem) -> Plan:
     card, forced = select(device)
-    return plan(card, problem, launch=_launch.get(), forced=forced)
+    floor = None
+    if card.toolchain is not None and device.type != "cpu":
+        floor = at_hand(card.toolchain)
+    return plan(card, problem, launch=_launch.get(), forced=forced, floor=floor)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _plan_at_hand(device: torch.device, num_tokens: int, num_heads: int) -> Plan:
+    """What runs where nothing was asked for by `use_card` or `use_launch`: the same every time."""
+    return _plan(device, Problem(num_tokens, num_heads))
+
+
+def plan_for(device: torch.device, num_tokens: int, num_heads: int) -> Plan:
+    """What a call on this device runs, `use_card` and `use_launch` honoured.
+
+    A card on CPU tensors is interpreted, and there its toolchain is taken to be at its floor.
+    """
+    if _card_name.get() is None and _launch.get() is None:
+        return _plan_at_hand(device, num_tokens, num_heads)
+    return _plan(device, Problem(num_tokens, num_heads))
 
 
 def default_device() -> str:
@@ -104,14 +123,27 @@ def default_device() -> str:
     return "cpu"
 
 
-def explain(num_tokens: int, num_heads: int, *, card: str | None = None) -> Plan:
+def explain(
+    num_tokens: int, num_heads: int, *, card: str | None = None, toolchain: str | None = None
+) -> Plan:
     """What a call of this size runs and why: on the named card, or on the device at hand.
 
-    Needs torch only if no card is named. Raises ValueError for a name that is no card's.
+    `toolchain` is a version of the named card's toolchain; without it a card that has a floor is
+    taken to be at it, and the reason says so. Needs torch only if no card is named. Raises
+    ValueError for a name that is no card's, a version that is none, and a toolchain for a card
+    that has no floor.
     """
     problem = Problem(num_tokens, num_heads)
-    if card is not None:
-        return plan(get_card(card), problem, launch=_launch.get(), forced=True)
-    import torch
+    if card is None:
+        if toolchain is not None:
+            raise ValueError("toolchain: expected None without a card, got a version")
+        import torch
 
-    return plan_for(torch.device(default_device()), problem)
+        return plan_for(torch.device(default_device()), num_tokens, num_heads)
+    named = get_card(card)
+    floor = None
+    if toolchain is not None:
+        if named.toolchain is None:
+            raise ValueError(f"toolchain: expected None, since {card} has no floor, got a version")
+        floor = reaches(named.toolchain, toolchain)
+    return plan(named, problem, launch=_launch.get(), forced=True, floor=floor)

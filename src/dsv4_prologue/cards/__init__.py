@@ -6,9 +6,9 @@ import functools
 import importlib
 import pkgutil
 
-from dsv4_prologue.cards.card import Card, Match, Rule
+from dsv4_prologue.cards.card import Card, Limits, Match, Rule, Toolchain
 
-__all__ = ["Card", "Match", "Rule", "card_names", "get_card"]
+__all__ = ["Card", "Limits", "Match", "Rule", "Toolchain", "card_names", "get_card", "match_card"]
 
 
 @functools.cache

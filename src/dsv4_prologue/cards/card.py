@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from dsv4_prologue.planning import Launch, Problem
 
-KERNELS = ("tiled", "torch")
+KERNELS = ("tiled", "vector_core", "torch")
 FP8_CASTS = ("compiler", "integer")
 
 
@@ -15,20 +16,54 @@ FP8_CASTS = ("compiler", "integer")
 class Match:
     """Recognises a card by Triton's target first and the device's name second.
 
-    `backends` and `arches` are values of Triton's target; empty means any. `device_name` is a
-    regular expression searched, ignoring case, in the name torch gives the device.
+    `backends` are names of Triton's backends, `arches` patterns of the target's arch ("90",
+    "gfx94*"); empty means any. `device_name` is a regular expression searched, ignoring case, in
+    the name torch gives the device.
     """
 
     backends: tuple[str, ...]
-    arches: tuple[int | str, ...] = ()
+    arches: tuple[str, ...] = ()
     device_name: str = ""
 
     def holds(self, backend: str, arch: int | str, device_name: str) -> bool:
+        """Whether a target and a device name are this card's."""
         return (
             backend in self.backends
-            and (not self.arches or arch in self.arches)
+            and (not self.arches or any(fnmatchcase(str(arch), one) for one in self.arches))
             and re.search(self.device_name, device_name, re.IGNORECASE) is not None
         )
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """The oldest compiler a card's rules may be used with; below it the default launch runs.
+
+    Known by the version of `distribution`; where that is not installed under its name, by the hash
+    of the compiler's own binary, which proves that it *is* the build that was validated, and
+    nothing about other builds.
+    """
+
+    distribution: str
+    floor: str  # the least version
+    binary: str  # below Triton's package folder
+    md5: str  # of the validated build's binary
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.distribution} >= {self.floor}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a launch of the card may be: programs at most, and a multiple they must be of."""
+
+    max_programs: int
+    multiple_of: int = 1
+
+    @property
+    def chunk(self) -> int:
+        """The most programs one launch has."""
+        return self.max_programs // self.multiple_of * self.multiple_of
 
 
 @dataclass(frozen=True)
@@ -64,26 +99,26 @@ class Rule:
 
 @dataclass(frozen=True)
 class Card:
-    """One card. `why` and `evidence` speak of the default launch; rules are tried in order."""
+    """One card. Its rules are tried in order; `why` and `evidence` speak of the default launch."""
 
     name: str
     title: str
     kernel: str
     fp8_cast: str  # the compiler's E4M3 cast, or integer arithmetic where it has none
-    default: Launch
     why: str
     evidence: str
     match: Match | None = None  # None: never recognised, only chosen by name or as a fallback
     lanes: int | None = None  # lanes of a warp; None where there are none
     rules: tuple[Rule, ...] = ()
+    toolchain: Toolchain | None = None  # the floor of the rules
+    limits: Limits | None = None  # None: a launch has as many programs as it needs
+    heads_divide: bool = False  # a tile of heads must divide the heads written
     # Whether the compiler can be told not to contract a*b+c; where not, RoPE may differ by an ULP.
     can_disable_fp_fusion: bool = True
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", self.name):
-            raise ValueError(
-                f"name: expected words of a-z and 0-9 joined by '-', got {self.name!r}"
-            )
+            raise ValueError(f"name: expected words of a-z, 0-9 joined by '-', got {self.name!r}")
         if self.kernel not in KERNELS:
             raise ValueError(f"kernel: expected one of {KERNELS}, got {self.kernel!r}")
         if self.fp8_cast not in FP8_CASTS:
