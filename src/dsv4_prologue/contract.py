@@ -32,6 +32,7 @@ SCALE_NAN = 255  # E8M0's NaN: the scale byte of a group that is not finite
 CORE_NUM_TOKENS = (1, 4, 17, 64, 1024, 2048, 8192, 32768, 65536, 98304, 131072)
 CORE_NUM_HEADS = (64, 128)
 
+_BF16 = (torch.bfloat16,)
 INDEX_DTYPES = (torch.int32, torch.int64)
 TABLE_DTYPES = (torch.float32, torch.bfloat16)
 CACHE_FORMATS = ("fp8_ds_mla", "mxfp8", "bf16", "fp8")
@@ -73,14 +74,19 @@ def bytes_moved(num_tokens: int, num_heads: int) -> int:
     return num_tokens * (num_heads * 2048 + 1024 + TOKEN_BYTES + 256)
 
 
-class Shape(NamedTuple):
-    """The sizes of a checked call."""
+class Layout(NamedTuple):
+    """The sizes and strides of a checked call. Strides in elements of their tensor."""
 
     num_tokens: int  # rows of q, kv and position_ids
     num_heads: int  # heads of q; 0 without q
     num_heads_out: int  # heads written; 0 without q
     num_slots: int  # rows that may write to the cache (M); 0 without kv
     capacity: int  # slots the cache has; 0 without kv
+    q_strides: tuple[int, ...]
+    out_strides: tuple[int, ...]  # of q_out; empty if it is still to be made
+    kv_stride: int
+    page_stride: int  # bytes
+    table_stride: int
 
 
 def _kind(name: str, expected: str, got: object) -> NoReturn:
@@ -118,12 +124,23 @@ def _check_rows(name: str, tensor: Tensor, shape: tuple[int | None, ...], form: 
 
 
 def _check_index(
-    name: str, tensor: object, device: torch.device, shape: tuple[int | None, ...], form: str
-) -> Tensor:
-    _check_tensor(name, tensor, INDEX_DTYPES, device)
-    assert isinstance(tensor, Tensor)
-    _check_rows(name, tensor, shape, form)
-    return tensor
+    name: str, index: object, device: torch.device, size: int, *, shorter: bool = False
+) -> int:
+    """Check a 1-D tensor of indices of that size, or `shorter` ones too; return its size."""
+    if (
+        type(index) is not Tensor
+        or index.dtype not in INDEX_DTYPES
+        or index.device != device
+        or index.requires_grad
+    ):
+        _check_tensor(name, index, INDEX_DTYPES, device)
+    assert isinstance(index, Tensor)
+    shape = index.shape
+    if len(shape) != 1 or index.stride() != (1,):
+        _check_rows(name, index, (None,), f"[M <= {size}]" if shorter else f"[{size}]")
+    if shape[0] > size or (shape[0] < size and not shorter):
+        _value(name, f"shape [M <= {size}]" if shorter else f"shape [{size}]", list(shape))
+    return shape[0]
 
 
 def check_block_size(cache_block_size: object) -> None:
@@ -134,27 +151,45 @@ def check_block_size(cache_block_size: object) -> None:
         _value("cache_block_size", "at least 1", cache_block_size)
 
 
-def check_cache(k_cache: object, cache_block_size: int, device: torch.device) -> int:
-    """Check a paged FP8 cache; return the number of slots it has."""
-    check_block_size(cache_block_size)
-    _check_tensor("k_cache", k_cache, (torch.uint8,), device)
+def check_cache(
+    k_cache: object, cache_block_size: int, device: torch.device, addresses: bool
+) -> tuple[int, int]:
+    """Check a paged FP8 cache; return the slots it has, and its page stride in bytes."""
+    if type(cache_block_size) is not int or cache_block_size < 1:
+        check_block_size(cache_block_size)
+    if type(k_cache) is not Tensor or k_cache.dtype is not torch.uint8 or k_cache.device != device:
+        _check_tensor("k_cache", k_cache, (torch.uint8,), device)
     assert isinstance(k_cache, Tensor)
+    payload = cache_block_size * TOKEN_BYTES
+    shape, strides = k_cache.shape, k_cache.stride()
+    if len(shape) == 3:
+        fits = shape[1:] == (cache_block_size, TOKEN_BYTES) and strides[1:] == (TOKEN_BYTES, 1)
+    else:
+        fits = len(shape) == 2 and shape[1] >= payload and strides[1] == 1
+    if not fits:
+        _check_pages(k_cache, cache_block_size)
+    pages, page_stride = shape[0], strides[0]
+    if pages > 1 and (page_stride < payload or page_stride % 2):
+        _value("k_cache", f"an even page stride of at least {payload} bytes", page_stride)
+    if pages * cache_block_size > MAX_SLOTS:
+        _value("k_cache", f"at most {MAX_SLOTS} slots", pages * cache_block_size)
+    if addresses and k_cache.data_ptr() % 2:
+        _value("k_cache", "an even address", hex(k_cache.data_ptr()))
+    return pages * cache_block_size, page_stride
+
+
+def _check_pages(k_cache: Tensor, cache_block_size: int) -> None:
+    """Word what is wrong with a cache's shape or inner strides, if anything is."""
     payload = cache_block_size * TOKEN_BYTES
     form = f"[pages, bytes >= {payload}] or [pages, {cache_block_size}, {TOKEN_BYTES}]"
     if k_cache.dim() == 3:
         _check_rows("k_cache", k_cache, (None, cache_block_size, TOKEN_BYTES), form)
         if cache_block_size > 1 and k_cache.stride(1) != TOKEN_BYTES:
             _value("k_cache", f"second stride {TOKEN_BYTES}", k_cache.stride(1))
-    else:
-        _check_rows("k_cache", k_cache, (None, None), form)
-        if k_cache.shape[1] < payload:
-            _value("k_cache", f"shape {form}", list(k_cache.shape))
-    pages, page_stride = k_cache.shape[0], k_cache.stride(0)
-    if pages > 1 and (page_stride < payload or page_stride % 2):
-        _value("k_cache", f"an even page stride of at least {payload} bytes", page_stride)
-    if pages * cache_block_size > MAX_SLOTS:
-        _value("k_cache", f"at most {MAX_SLOTS} slots", pages * cache_block_size)
-    return pages * cache_block_size
+        return
+    _check_rows("k_cache", k_cache, (None, None), form)
+    if k_cache.shape[1] < payload:
+        _value("k_cache", f"shape {form}", list(k_cache.shape))
 
 
 def _check_formats(
@@ -179,10 +214,10 @@ def _check_formats(
             _value(name, "None (this version has no per-tensor FP8)", type(scale).__name__)
 
 
-def _check_output_rows(q_out: Tensor) -> None:
+def _check_output_rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
     """Refuse a q_out two of whose rows share bytes."""
-    tokens, heads, _ = q_out.shape
-    by_token, by_head, _ = q_out.stride()
+    tokens, heads, _ = shape
+    by_token, by_head, _ = strides
     token_major = (heads <= 1 or by_head >= HEAD_DIM) and (
         tokens <= 1 or by_token >= (heads - 1) * by_head + HEAD_DIM
     )
@@ -190,14 +225,7 @@ def _check_output_rows(q_out: Tensor) -> None:
         heads <= 1 or by_head >= (tokens - 1) * by_token + HEAD_DIM
     )
     if not (token_major or head_major):
-        _value("q_out", "rows that do not overlap", f"strides {list(q_out.stride())}")
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """First byte and one past the last byte of a tensor with at least one element."""
-    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    first = tensor.data_ptr()
-    return first, first + reach * tensor.element_size()
+        _value("q_out", "rows that do not overlap", f"strides {list(strides)}")
 
 
 def _rows_overlap(a: Tensor, b: Tensor) -> bool:
@@ -216,15 +244,26 @@ def _rows_overlap(a: Tensor, b: Tensor) -> bool:
     return bool(((before >= 0) & (other[before.clamp(min=0)] + row_bytes > first)).any())
 
 
-def check_aliasing(q: Tensor, q_out: Tensor) -> None:
-    """Allow q_out to be q, or to hold q as exactly its first heads, or to share no byte with it."""
-    if q.data_ptr() == q_out.data_ptr():
-        same_tokens = q.shape[0] <= 1 or q.stride(0) == q_out.stride(0)
-        same_heads = q.shape[1] <= 1 or q.stride(1) == q_out.stride(1)
-        if same_tokens and same_heads:
-            return
-    (a0, a1), (b0, b1) = _span(q), _span(q_out)
-    if a0 < b1 and b0 < a1 and _rows_overlap(q, q_out):
+def check_aliasing(
+    q: Tensor, q_out: Tensor, q_strides: tuple[int, ...], out_strides: tuple[int, ...]
+) -> None:
+    """Allow q_out to be q, or to hold q as exactly its first heads, or to share no byte with it.
+
+    Both have at least one row.
+    """
+    tokens, heads, _ = q.shape
+    first, first_out = q.data_ptr(), q_out.data_ptr()
+    (by_token, by_head, _), (out_by_token, out_by_head, _) = q_strides, out_strides
+    if (
+        first == first_out
+        and (by_token == out_by_token or tokens == 1)
+        and (by_head == out_by_head or heads == 1)
+    ):
+        return
+    reach = (tokens - 1) * by_token + (heads - 1) * by_head + HEAD_DIM
+    reach_out = (tokens - 1) * out_by_token + (q_out.shape[1] - 1) * out_by_head + HEAD_DIM
+    spans_meet = first < first_out + 2 * reach_out and first_out < first + 2 * reach
+    if spans_meet and _rows_overlap(q, q_out):
         _value(
             "q_out",
             "q itself, a buffer that holds q as exactly its first heads, or no byte of q",
@@ -232,14 +271,13 @@ def check_aliasing(q: Tensor, q_out: Tensor) -> None:
         )
 
 
-def check_prologue(
+def check_prologue(  # noqa: PLR0912, PLR0915 (the whole contract, written out for speed)
     q: Tensor | None,
     kv: Tensor | None,
     k_cache: Tensor | None,
     slot_mapping: Tensor | None,
     position_ids: Tensor,
     cos_sin_cache: Tensor,
-    *,
     eps: float = 1e-6,
     cache_block_size: int = 64,
     q_out: Tensor | None = None,
@@ -251,87 +289,138 @@ def check_prologue(
     cache_scale: Tensor | None = None,
     fp8_format: str | None = None,
     addresses: bool = True,
-) -> Shape:
-    """Check every argument of a call, without synchronising, and return its sizes.
+) -> Layout:
+    """Check every argument of a call, without synchronising, and return its sizes and strides.
 
     `addresses=False` leaves out what needs real memory (alignment, aliasing): for fake tensors.
     Raises TypeError for a wrong kind and ValueError for a wrong value.
+
+    Eager decoding pays for this in every layer, so each tensor's attributes are read once, and the
+    functions that word an error are called only where something may be wrong.
     """
-    _check_formats(q_layout, q_scale_inv, cache_format, cache_scale, fp8_format)
-    if not isinstance(eps, (int, float)):
+    forms = (q_scale_inv, cache_format, cache_scale, fp8_format)
+    if q_layout != "heads" or forms != (None, None, None, None):
+        _check_formats(q_layout, q_scale_inv, cache_format, cache_scale, fp8_format)
+    if type(eps) is not float and not isinstance(eps, (int, float)):
         _kind("eps", "a float", type(eps).__name__)
     rows = q if q is not None else kv
     if rows is None:
         _value("q, kv", "at least one of them", "None for both")
     if not isinstance(rows, Tensor):
         _kind("q" if q is not None else "kv", "a bfloat16 tensor", type(rows).__name__)
-    device, num_tokens = rows.device, rows.shape[0] if rows.dim() else 0
-    bf16 = (torch.bfloat16,)
+    device, grad = rows.device, torch.is_grad_enabled()
 
-    num_heads = heads_out = 0
+    num_heads = heads_out = num_slots = capacity = kv_stride = page_stride = 0
+    q_strides: tuple[int, ...] = ()
+    out_strides: tuple[int, ...] = ()
     if q is not None:
-        _check_tensor("q", q, bf16, device)
-        _check_rows("q", q, (None, None, HEAD_DIM), f"[N, H >= 1, {HEAD_DIM}]")
-        num_heads = q.shape[1]
-        if num_heads < 1:
-            _value("q", f"shape [N, H >= 1, {HEAD_DIM}]", list(q.shape))
-        heads_out = _check_q_out(q, q_out, num_heads_out, device)
-        if q_out is not None and addresses and num_tokens:
-            check_aliasing(q, q_out)
+        if q.dtype is not torch.bfloat16 or (grad and q.requires_grad):
+            _check_tensor("q", q, _BF16, device)
+        shape, q_strides = q.shape, q.stride()
+        if len(shape) != 3 or shape[2] != HEAD_DIM or q_strides[2] != 1 or shape[1] < 1:
+            _check_q(q)
+        num_tokens, num_heads, _ = shape
+        heads_out, out_strides = _check_q_out(q, q_out, num_heads_out, grad)
+        if q_out is not None and q_out is not q and addresses and num_tokens:
+            check_aliasing(q, q_out, q_strides, out_strides)
     else:
-        for name, given in (("q_out", q_out), ("num_heads_out", num_heads_out)):
-            if given is not None:
-                _value(name, "None without q", "a value")
+        if q_out is not None or num_heads_out is not None:
+            _value("q_out" if q_out is not None else "num_heads_out", "None without q", "a value")
+        num_tokens = rows.shape[0] if rows.dim() else 0
 
-    num_slots = capacity = 0
     if kv is not None:
-        _check_tensor("kv", kv, bf16, device)
-        _check_rows("kv", kv, (num_tokens, HEAD_DIM), f"[{num_tokens}, {HEAD_DIM}]")
-        capacity = check_cache(k_cache, cache_block_size, device)
-        assert k_cache is not None
-        if addresses and k_cache.numel() and k_cache.data_ptr() % 2:
-            _value("k_cache", "an even address", hex(k_cache.data_ptr()))
-        slots = _check_index("slot_mapping", slot_mapping, device, (None,), f"[M <= {num_tokens}]")
-        num_slots = slots.shape[0]
-        if num_slots > num_tokens:
-            _value("slot_mapping", f"shape [M <= {num_tokens}]", list(slots.shape))
+        if (
+            type(kv) is not Tensor
+            or kv.dtype is not torch.bfloat16
+            or kv.device != device
+            or (grad and kv.requires_grad)
+        ):
+            _check_tensor("kv", kv, _BF16, device)
+        kv_strides = kv.stride()
+        if kv.shape != (num_tokens, HEAD_DIM) or kv_strides[1] != 1:
+            _check_rows("kv", kv, (num_tokens, HEAD_DIM), f"[{num_tokens}, {HEAD_DIM}]")
+        kv_stride = kv_strides[0]
+        capacity, page_stride = check_cache(k_cache, cache_block_size, device, addresses)
+        num_slots = _check_index("slot_mapping", slot_mapping, device, num_tokens, shorter=True)
     else:
-        for name, given in (("k_cache", k_cache), ("slot_mapping", slot_mapping)):
-            if given is not None:
-                _value(name, "None without kv", "a tensor")
+        if k_cache is not None or slot_mapping is not None:
+            name = "k_cache" if k_cache is not None else "slot_mapping"
+            _value(name, "None without kv", "a tensor")
         check_block_size(cache_block_size)
 
-    _check_index("position_ids", position_ids, device, (num_tokens,), f"[{num_tokens}]")
-    _check_tensor("cos_sin_cache", cos_sin_cache, TABLE_DTYPES, device)
-    _check_rows("cos_sin_cache", cos_sin_cache, (None, ROPE_DIM), f"[max_pos, {ROPE_DIM}]")
+    _check_index("position_ids", position_ids, device, num_tokens)
+    if (
+        type(cos_sin_cache) is not Tensor
+        or cos_sin_cache.dtype is not torch.float32
+        or cos_sin_cache.device != device
+        or (grad and cos_sin_cache.requires_grad)
+    ):
+        _check_tensor("cos_sin_cache", cos_sin_cache, TABLE_DTYPES, device)
+    table, table_strides = cos_sin_cache.shape, cos_sin_cache.stride()
+    if len(table) != 2 or table[1] != ROPE_DIM or table_strides[1] != 1:
+        _check_rows("cos_sin_cache", cos_sin_cache, (None, ROPE_DIM), f"[max_pos, {ROPE_DIM}]")
     if kv_norm_weight is not None:
         if kv is None:
             _value("kv_norm_weight", "None without kv", "a tensor")
         _check_tensor("kv_norm_weight", kv_norm_weight, TABLE_DTYPES, device)
         _check_rows("kv_norm_weight", kv_norm_weight, (HEAD_DIM,), f"[{HEAD_DIM}]")
-    return Shape(num_tokens, num_heads, heads_out, num_slots, capacity)
+    return Layout(
+        num_tokens,
+        num_heads,
+        heads_out,
+        num_slots,
+        capacity,
+        q_strides,
+        out_strides,
+        kv_stride,
+        page_stride,
+        table_strides[0],
+    )
+
+
+def _check_q(q: Tensor) -> None:
+    """Word what is wrong with q's shape or strides, if anything is."""
+    _check_rows("q", q, (None, None, HEAD_DIM), f"[N, H >= 1, {HEAD_DIM}]")
+    if q.shape[1] < 1:
+        _value("q", f"shape [N, H >= 1, {HEAD_DIM}]", list(q.shape))
 
 
 def _check_q_out(
-    q: Tensor, q_out: Tensor | None, num_heads_out: int | None, device: torch.device
-) -> int:
-    """Check the output form; return the number of heads written."""
+    q: Tensor, q_out: Tensor | None, num_heads_out: int | None, grad: bool
+) -> tuple[int, tuple[int, ...]]:
+    """Check the output form; return the number of heads written, and q_out's strides."""
     num_tokens, num_heads, _ = q.shape
     if num_heads_out is not None:
-        if not isinstance(num_heads_out, int) or isinstance(num_heads_out, bool):
+        if type(num_heads_out) is not int:
             _kind("num_heads_out", "an int", type(num_heads_out).__name__)
         if num_heads_out < num_heads:
             _value("num_heads_out", f"at least q's {num_heads} heads", num_heads_out)
     if q_out is None:
-        return num_heads if num_heads_out is None else num_heads_out
-    _check_tensor("q_out", q_out, (torch.bfloat16,), device)
-    heads = f"{num_heads_out}" if num_heads_out is not None else f"heads >= {num_heads}"
-    form = f"[{num_tokens}, {heads}, {HEAD_DIM}]"
-    _check_rows("q_out", q_out, (num_tokens, num_heads_out, HEAD_DIM), form)
-    if q_out.shape[1] < num_heads:
-        _value("q_out", f"shape {form}", list(q_out.shape))
-    _check_output_rows(q_out)
-    return q_out.shape[1]
+        return num_heads if num_heads_out is None else num_heads_out, ()
+    if (
+        type(q_out) is not Tensor
+        or q_out.dtype is not torch.bfloat16
+        or q_out.device != q.device
+        or (grad and q_out.requires_grad)
+    ):
+        _check_tensor("q_out", q_out, _BF16, q.device)
+    shape, strides = q_out.shape, q_out.stride()
+    if (
+        len(shape) != 3
+        or shape[0] != num_tokens
+        or shape[1] < num_heads
+        or (num_heads_out is not None and shape[1] != num_heads_out)
+        or shape[2] != HEAD_DIM
+        or strides[2] != 1
+    ):
+        heads = f"heads >= {num_heads}" if num_heads_out is None else f"{num_heads_out}"
+        form = f"[{num_tokens}, {heads}, {HEAD_DIM}]"
+        _check_rows("q_out", q_out, (num_tokens, num_heads_out, HEAD_DIM), form)
+        if shape[1] < num_heads:
+            _value("q_out", f"shape {form}", list(shape))
+    if strides[1] < HEAD_DIM or strides[0] < shape[1] * strides[1]:
+        _check_output_rows(shape, strides)
+    return shape[1], strides
 
 
 def check_in_bounds(
@@ -368,12 +457,10 @@ def check_gather(
     if not isinstance(k_cache, Tensor):
         _kind("k_cache", "a uint8 tensor", type(k_cache).__name__)
     device = k_cache.device
-    capacity = check_cache(k_cache, cache_block_size, device)
-    if addresses and k_cache.numel() and k_cache.data_ptr() % 2:
-        _value("k_cache", "an even address", hex(k_cache.data_ptr()))
+    capacity, _ = check_cache(k_cache, cache_block_size, device, addresses)
     _check_tensor("slots", slots, INDEX_DTYPES, device)
     if out is not None:
-        _check_tensor("out", out, (torch.bfloat16,), device)
+        _check_tensor("out", out, _BF16, device)
         shape = [*slots.shape, HEAD_DIM]
         if list(out.shape) != shape:
             _value("out", f"shape {shape}", list(out.shape))

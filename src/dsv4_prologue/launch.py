@@ -1,21 +1,24 @@
 """From a plan to a running kernel.
 
 The one place that knows how each kernel is launched: its grid, its arguments, its options, the
-device it runs on. Without a compiler (TRITON_INTERPRET=1) it goes through the exact interpreter.
+device it runs on. A launch that was made before is made again by `direct`, past Triton's own
+launch path; without a compiler (TRITON_INTERPRET=1) it goes through the exact interpreter.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dsv4_prologue import direct
 from dsv4_prologue.cards import get_card
-from dsv4_prologue.contract import HEAD_DIM, Shape
+from dsv4_prologue.contract import HEAD_DIM, Layout
 from dsv4_prologue.planning import Plan
 from dsv4_prologue.selection import interpreting
 
@@ -23,21 +26,53 @@ GATHER_ROWS = 4  # slots a program of the reader decodes
 GATHER_WARPS = 4
 
 
+class Launched(NamedTuple):
+    """One launch as it was asked for."""
+
+    kernel: str
+    programs: int
+    arguments: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+
+_recorder: ContextVar[list[Launched] | None] = ContextVar("dsv4_prologue_recorder", default=None)
+
+
+@contextlib.contextmanager
+def record_launches() -> Iterator[list[Launched]]:
+    """Keep the launches of the block in a list, and launch none. Needs no Triton."""
+    launches: list[Launched] = []
+    token = _recorder.set(launches)
+    try:
+        yield launches
+    finally:
+        _recorder.reset(token)
+
+
 @functools.cache
 def _kernel(name: str) -> Any:
     """The Triton kernel of that name; loads Triton when the first one is asked for."""
-    from dsv4_prologue.kernels import gather, tiled
+    from dsv4_prologue.kernels import gather, tiled, vector_core
 
-    return {"tiled": tiled.prologue_kernel, "gather": gather.gather_kernel}[name]
+    return {
+        "tiled": tiled.prologue_kernel,
+        "vector_core": vector_core.prologue_kernel,
+        "gather": gather.gather_kernel,
+    }[name]
 
 
 def _launch(
-    kernel: Any,
+    name: str,
     programs: int,
     arguments: Mapping[str, Any],
     options: Mapping[str, Any],
     device: torch.device,
-) -> None:
+) -> Any:
+    """Launch a kernel; return the compiled one, where there is one."""
+    launches = _recorder.get()
+    if launches is not None:
+        launches.append(Launched(name, programs, arguments, options))
+        return None
     if device.type == "cpu":
         if not interpreting():
             raise RuntimeError(
@@ -46,12 +81,12 @@ def _launch(
             )
         from dsv4_prologue.verify import interpreter
 
-        interpreter.run(kernel, (programs,), {**arguments, **options})
-        return
+        interpreter.run(_kernel(name), (programs,), {**arguments, **options})
+        return None
     module = torch.get_device_module(device)
     elsewhere = device.index is not None and device.index != module.current_device()
     with module.device(device) if elsewhere else contextlib.nullcontext():
-        kernel[(programs,)](**arguments, **options)
+        return _kernel(name)[(programs,)](**arguments, **options)
 
 
 def _as_bf16(k_cache: Tensor) -> Tensor:
@@ -70,7 +105,7 @@ def _options(plan: Plan, num_warps: int, num_stages: int) -> dict[str, Any]:
 
 def run_prologue(
     plan: Plan,
-    shape: Shape,
+    layout: Layout,
     q: Tensor | None,
     kv: Tensor | None,
     k_cache: Tensor | None,
@@ -78,43 +113,78 @@ def run_prologue(
     position_ids: Tensor,
     cos_sin_cache: Tensor,
     q_out: Tensor | None,
-    *,
+    kv_norm_weight: Tensor | None,
     eps: float,
     cache_block_size: int,
     q_norm: bool,
     q_rope: bool,
-    kv_norm_weight: Tensor | None,
 ) -> None:
     """Run a checked call. Launches nothing where there is nothing to do."""
     if plan.kernel == "torch":
-        from dsv4_prologue.kernels import composition
-
-        if q is not None and q_out is not None:
-            composition.queries(
-                q, q_out, position_ids, cos_sin_cache, eps=eps, q_norm=q_norm, q_rope=q_rope
-            )
-        if kv is not None and k_cache is not None and slot_mapping is not None:
-            composition.insert(
-                kv,
-                k_cache,
-                slot_mapping,
-                position_ids,
-                cos_sin_cache,
-                eps=eps,
-                cache_block_size=cache_block_size,
-                kv_norm_weight=kv_norm_weight,
-                capacity=shape.capacity,
-            )
+        _compose(
+            layout,
+            (q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, q_out, kv_norm_weight),
+            eps,
+            cache_block_size,
+            q_norm,
+            q_rope,
+        )
         return
-
+    num_tokens, num_heads, heads_out, num_slots, capacity, *_ = layout
     launch = plan.launch
-    kv_programs = launch.kv_programs(shape.num_slots if shape.capacity else 0)
-    programs = kv_programs + launch.q_programs(shape.num_tokens, shape.num_heads_out)
+    kv_programs = launch.kv_programs(num_slots) if capacity else 0
+    programs = kv_programs + launch.q_programs(num_tokens, heads_out)
     if not programs:
         return
-    q_strides = q.stride() if q is not None else (0, 0)
-    out_strides = q_out.stride() if q_out is not None else (0, 0)
-    page_stride = k_cache.stride(0) if k_cache is not None else 0
+
+    key: direct.Key | None = None
+    if position_ids.is_cuda and plan.kernel == "tiled" and _recorder.get() is None:
+        q_at = q.data_ptr() if q is not None else 0
+        out_at = q_out.data_ptr() if q_out is not None else 0
+        kv_at = kv.data_ptr() if kv is not None else 0
+        cache_at = k_cache.data_ptr() if k_cache is not None else 0
+        slots_at = slot_mapping.data_ptr() if slot_mapping is not None else 0
+        weight_at = kv_norm_weight.data_ptr() if kv_norm_weight is not None else 0
+        positions_at, table_at = position_ids.data_ptr(), cos_sin_cache.data_ptr()
+        places = q_at | out_at | kv_at | cache_at | slots_at | positions_at | table_at | weight_at
+        if places % 16 == 0:
+            key = (
+                position_ids.get_device(),
+                layout[5:],
+                num_heads,
+                heads_out,
+                cache_block_size,
+                q is None,
+                kv is None,
+                q_norm,
+                q_rope,
+                slot_mapping.dtype if slot_mapping is not None else None,
+                position_ids.dtype,
+                cos_sin_cache.dtype,
+                kv_norm_weight.dtype if kv_norm_weight is not None else None,
+                launch.tokens_per_tile,
+                launch.heads_per_tile,
+                launch.num_warps,
+                launch.num_stages,
+                plan.fp8_cast,
+            )
+            counts = (eps, num_tokens, num_slots, capacity, cos_sin_cache.shape[0], kv_programs)
+            # The bf16 view of the cache lies where the cache does.
+            pointers = (
+                q_at,
+                out_at,
+                kv_at,
+                cache_at,
+                cache_at,
+                slots_at,
+                positions_at,
+                table_at,
+                weight_at,
+            )
+            if direct.launch(key, programs, pointers, counts):
+                return
+
+    out_strides = layout.out_strides or (heads_out * HEAD_DIM, HEAD_DIM)
     arguments = {
         "q_ptr": q,
         "q_out_ptr": q_out,
@@ -126,21 +196,21 @@ def run_prologue(
         "cos_sin_ptr": cos_sin_cache,
         "kv_weight_ptr": kv_norm_weight,
         "eps": eps,
-        "num_tokens": shape.num_tokens,
-        "num_slots": shape.num_slots,
-        "capacity": shape.capacity,
+        "num_tokens": num_tokens,
+        "num_slots": num_slots,
+        "capacity": capacity,
         "num_positions": cos_sin_cache.shape[0],
         "kv_programs": kv_programs,
-        "q_token_stride": q_strides[0],
-        "q_head_stride": q_strides[1],
+        "q_token_stride": layout.q_strides[0] if q is not None else 0,
+        "q_head_stride": layout.q_strides[1] if q is not None else 0,
         "out_token_stride": out_strides[0],
         "out_head_stride": out_strides[1],
-        "kv_token_stride": kv.stride(0) if kv is not None else 0,
-        "cos_sin_stride": cos_sin_cache.stride(0),
-        "page_stride": page_stride,
-        "page_stride_bf16": page_stride // 2,
-        "HEADS": shape.num_heads,
-        "HEADS_OUT": shape.num_heads_out,
+        "kv_token_stride": layout.kv_stride,
+        "cos_sin_stride": layout.table_stride,
+        "page_stride": layout.page_stride,
+        "page_stride_bf16": layout.page_stride // 2,
+        "HEADS": num_heads,
+        "HEADS_OUT": heads_out,
         "PAGE_TOKENS": cache_block_size,
         "TOKENS": launch.tokens_per_tile,
         "HEADS_PER_TILE": launch.heads_per_tile,
@@ -152,7 +222,63 @@ def run_prologue(
         "FP8_CAST": plan.fp8_cast,
     }
     options = _options(plan, launch.num_warps, launch.num_stages)
-    _launch(_kernel("tiled"), programs, arguments, options, position_ids.device)
+    if plan.kernel == "vector_core":
+        _launch_in_chunks(plan, programs, arguments, options, position_ids.device)
+        return
+    compiled = _launch(plan.kernel, programs, arguments, options, position_ids.device)
+    if key is not None:
+        direct.remember(key, compiled, arguments, fixed_from="q_token_stride")
+
+
+def _launch_in_chunks(
+    plan: Plan,
+    programs: int,
+    arguments: dict[str, Any],
+    options: Mapping[str, Any],
+    device: torch.device,
+) -> None:
+    """Launch vector_core: at most as many programs at once as the card takes, rounded up.
+
+    Programs past the end do nothing. Without the rounding a card may run program 0 again.
+    """
+    for name in ("num_tokens", "num_slots", "TOKENS", "FP8_CAST"):
+        del arguments[name]  # one token a program, and the encoder is the integer one
+    limits = get_card(plan.card).limits
+    chunk, multiple = (limits.chunk, limits.multiple_of) if limits is not None else (programs, 1)
+    for first in range(0, programs, chunk):
+        count = -(-min(chunk, programs - first) // multiple) * multiple
+        part = {**arguments, "first_program": first, "num_programs": programs}
+        _launch(plan.kernel, count, part, options, device)
+
+
+def _compose(
+    layout: Layout,
+    tensors: tuple[Any, ...],
+    eps: float,
+    cache_block_size: int,
+    q_norm: bool,
+    q_rope: bool,
+) -> None:
+    """Run a call as a composition of torch operations."""
+    from dsv4_prologue.kernels import composition
+
+    q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, q_out, weight = tensors
+    if q is not None:
+        composition.queries(
+            q, q_out, position_ids, cos_sin_cache, eps=eps, q_norm=q_norm, q_rope=q_rope
+        )
+    if kv is not None:
+        composition.insert(
+            kv,
+            k_cache,
+            slot_mapping,
+            position_ids,
+            cos_sin_cache,
+            eps=eps,
+            cache_block_size=cache_block_size,
+            kv_norm_weight=weight,
+            capacity=layout.capacity,
+        )
 
 
 def run_gather(
@@ -183,4 +309,4 @@ def run_gather(
         "ROWS": GATHER_ROWS,
     }
     programs = -(-num_rows // GATHER_ROWS)
-    _launch(_kernel("gather"), programs, arguments, _options(plan, GATHER_WARPS, 1), slots.device)
+    _launch("gather", programs, arguments, _options(plan, GATHER_WARPS, 1), slots.device)

@@ -7,7 +7,6 @@ implementation is that very function, so that a call traces without a graph brea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from dsv4_prologue import launch
 from dsv4_prologue.contract import (
     HEAD_DIM,
-    Shape,
+    Layout,
     check_gather,
     check_in_bounds,
     check_prologue,
@@ -59,17 +58,21 @@ _ops: Any = torch.ops.dsv4_prologue
 
 def _traced(rows: object) -> bool:
     """Whether a call must go through its registered op: being compiled, or on a subclass."""
-    return torch.compiler.is_compiling() or (isinstance(rows, Tensor) and type(rows) is not Tensor)
+    return torch.compiler.is_compiling() or (type(rows) is not Tensor and isinstance(rows, Tensor))
 
 
-def _new_q_out(q: Tensor, shape: Shape) -> Tensor:
-    return q.new_empty((shape.num_tokens, shape.num_heads_out, HEAD_DIM))
+def _new_q_out(q: Tensor, layout: Layout) -> Tensor:
+    return q.new_empty((layout.num_tokens, layout.num_heads_out, HEAD_DIM))
 
 
 def _run(
-    inputs: Sequence[Any],
+    q: Tensor | None,
+    kv: Tensor | None,
+    k_cache: Tensor | None,
+    slot_mapping: Tensor | None,
+    position_ids: Tensor,
+    cos_sin_cache: Tensor,
     q_out: Tensor | None,
-    *,
     eps: float = 1e-6,
     cache_block_size: int = 64,
     num_heads_out: int | None = None,
@@ -83,37 +86,33 @@ def _run(
     fp8_format: str | None = None,
     check_bounds: bool = False,
 ) -> Tensor | None:
-    """Check, plan, launch. Returns q_out, made here if it was not given, or None without q.
-
-    `inputs` are the six tensors that every form of call has.
-    """
-    q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache = inputs
-    shape = check_prologue(
+    """Check, plan, launch. Returns q_out, made here if it was not given, or None without q."""
+    layout = check_prologue(
         q,
         kv,
         k_cache,
         slot_mapping,
         position_ids,
         cos_sin_cache,
-        eps=eps,
-        cache_block_size=cache_block_size,
-        q_out=q_out,
-        num_heads_out=num_heads_out,
-        q_layout=q_layout,
-        q_scale_inv=q_scale_inv,
-        kv_norm_weight=kv_norm_weight,
-        cache_format=cache_format,
-        cache_scale=cache_scale,
-        fp8_format=fp8_format,
+        eps,
+        cache_block_size,
+        q_out,
+        num_heads_out,
+        q_layout,
+        q_scale_inv,
+        kv_norm_weight,
+        cache_format,
+        cache_scale,
+        fp8_format,
     )
     if check_bounds:
-        check_in_bounds(slot_mapping, shape.capacity, position_ids, cos_sin_cache.shape[0])
-    plan = plan_for(position_ids.device, Problem(shape.num_tokens, shape.num_heads_out))
+        check_in_bounds(slot_mapping, layout.capacity, position_ids, cos_sin_cache.shape[0])
+    plan = plan_for(position_ids.device, layout.num_tokens, layout.num_heads_out)
     if q is not None and q_out is None:
-        q_out = _new_q_out(q, shape)
+        q_out = _new_q_out(q, layout)
     launch.run_prologue(
         plan,
-        shape,
+        layout,
         q,
         kv,
         k_cache,
@@ -121,11 +120,11 @@ def _run(
         position_ids,
         cos_sin_cache,
         q_out,
-        eps=float(eps),
-        cache_block_size=cache_block_size,
-        q_norm=q_norm,
-        q_rope=q_rope,
-        kv_norm_weight=kv_norm_weight,
+        kv_norm_weight,
+        float(eps),
+        cache_block_size,
+        q_norm,
+        q_rope,
     )
     return q_out
 
@@ -186,6 +185,29 @@ def prologue(
         ValueError: an argument of a wrong value (shape, stride, device, overlap, form).
         IndexError: with `check_bounds`, a slot or position out of range.
     """
+    if not _traced(q if q is not None else kv):
+        return _run(
+            q,
+            kv,
+            k_cache,
+            slot_mapping,
+            position_ids,
+            cos_sin_cache,
+            q_out,
+            eps,
+            cache_block_size,
+            num_heads_out,
+            q_norm,
+            q_rope,
+            q_layout,
+            q_scale_inv,
+            kv_norm_weight,
+            cache_format,
+            cache_scale,
+            fp8_format,
+            check_bounds,
+        )
+    inputs = (q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache)
     options: dict[str, Any] = {
         "eps": eps,
         "cache_block_size": cache_block_size,
@@ -200,9 +222,6 @@ def prologue(
         "fp8_format": fp8_format,
         "check_bounds": check_bounds,
     }
-    inputs = (q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache)
-    if not _traced(q if q is not None else kv):
-        return _run(inputs, q_out, **options)
     if q is not None and q_out is None:
         return _ops.prologue(*inputs, **options)  # type: ignore[no-any-return]
     if q is not None and q_out is q:
@@ -223,11 +242,27 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     cache_block_size: int,
 ) -> None:
     """`prologue` under the name and with the arguments engines know: q is changed in place."""
-    inputs = (q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache)
     if _traced(q):
-        _ops.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(*inputs, eps, cache_block_size)
+        _ops.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
+            q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, eps, cache_block_size
+        )
     else:
-        _run(inputs, q, eps=eps, cache_block_size=cache_block_size)
+        _fused(q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, eps, cache_block_size)
+
+
+def _fused(
+    q: Tensor,
+    kv: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    position_ids: Tensor,
+    cos_sin_cache: Tensor,
+    eps: float,
+    cache_block_size: int,
+) -> None:
+    _run(
+        q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, q, eps, cache_block_size
+    )  # fmt: skip
 
 
 def _gather(k_cache: Tensor, slots: Tensor, out: Tensor | None, **options: Any) -> Tensor:
@@ -235,7 +270,7 @@ def _gather(k_cache: Tensor, slots: Tensor, out: Tensor | None, **options: Any) 
     if out is None:
         out = k_cache.new_empty((*slots.shape, HEAD_DIM), dtype=torch.bfloat16)
     block_size = options.get("cache_block_size", 64)
-    plan = plan_for(slots.device, Problem(slots.numel(), 0))
+    plan = plan_for(slots.device, slots.numel(), 0)
     launch.run_gather(
         plan,
         k_cache,
@@ -287,23 +322,21 @@ def gather_dequantize(
 # What the registered ops run, and what they run on fake tensors: the checks, and an empty result.
 
 
-def _fused_impl(*arguments: Any) -> None:
-    *inputs, eps, cache_block_size = arguments
-    _run(inputs, inputs[0], eps=eps, cache_block_size=cache_block_size)
+# To mypy a call with *inputs could have any number of them.
+_run_op: Any = _run
+_check_op: Any = check_prologue
 
 
-def _prologue_impl(*inputs: Any, **options: Any) -> Tensor:
-    q_out = _run(inputs, None, **options)
-    assert q_out is not None
-    return q_out
+def _prologue_impl(*inputs: Any, **options: Any) -> Any:
+    return _run_op(*inputs, None, **options)
 
 
 def _prologue_in_place_impl(*inputs: Any, **options: Any) -> None:
-    _run(inputs, inputs[0], **options)
+    _run_op(*inputs, inputs[0], **options)
 
 
 def _prologue_out_impl(*inputs: Any, q_out: Tensor | None, **options: Any) -> None:
-    _run(inputs, q_out, **options)
+    _run_op(*inputs, q_out, **options)
 
 
 def _gather_impl(k_cache: Tensor, slots: Tensor, **options: Any) -> Tensor:
@@ -314,10 +347,10 @@ def _gather_out_impl(k_cache: Tensor, slots: Tensor, *, out: Tensor, **options: 
     _gather(k_cache, slots, out, **options)
 
 
-def _check_fake(*inputs: Any, q_out: Tensor | None = None, **options: Any) -> Shape:
+def _check_fake(*inputs: Any, **options: Any) -> Any:
     for flag in ("q_norm", "q_rope", "check_bounds"):
         options.pop(flag, None)
-    return check_prologue(*inputs, q_out=q_out, addresses=False, **options)
+    return _check_op(*inputs, addresses=False, **options)
 
 
 def _fused_fake(*inputs: Any) -> None:
@@ -347,7 +380,7 @@ def _gather_out_fake(k_cache: Tensor, slots: Tensor, *, out: Tensor, **options: 
 
 
 for _name, _impl, _fake in (
-    ("fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert", _fused_impl, _fused_fake),
+    ("fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert", _fused, _fused_fake),
     ("prologue", _prologue_impl, _prologue_fake),
     ("prologue_", _prologue_in_place_impl, _prologue_in_place_fake),
     ("prologue_out", _prologue_out_impl, _prologue_out_fake),
@@ -404,7 +437,7 @@ def warmup(
     if kv_norm_dtype is not None:
         weight = torch.ones(HEAD_DIM, dtype=kv_norm_dtype, device=where)
     card, _ = select(where)
-    launches = {plan_launch(card, Problem(1, num_heads)).launch, card.default}
+    launches = {plan_launch(card, Problem(1, num_heads)).launch}
     launches.update(rule.launch for rule in card.rules)
     for one in launches:
         with use_launch(one):

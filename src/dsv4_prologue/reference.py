@@ -151,7 +151,7 @@ def prologue(
     `k_cache`'s shape, contiguous, or None without kv. `q_out` is asked only for its shape.
     Raises what the operator raises.
     """
-    shape = check_prologue(
+    layout = check_prologue(
         q,
         kv,
         k_cache,
@@ -170,12 +170,12 @@ def prologue(
         fp8_format=fp8_format,
     )
     if check_bounds:
-        check_in_bounds(slot_mapping, shape.capacity, position_ids, cos_sin_cache.shape[0])
+        check_in_bounds(slot_mapping, layout.capacity, position_ids, cos_sin_cache.shape[0])
     with torch.no_grad():
         cos, sin = _cos_sin(cos_sin_cache, position_ids)
         queries = cache = None
         if q is not None:
-            queries = _queries(q, shape.num_heads_out, cos, sin, eps, q_norm, q_rope)
+            queries = _queries(q, layout.num_heads_out, cos, sin, eps, q_norm, q_rope)
         if kv is not None and k_cache is not None and slot_mapping is not None:
             cache = _insert(
                 kv, k_cache, slot_mapping, cos, sin, kv_norm_weight, eps, cache_block_size
