@@ -84,3 +84,14 @@ def transformers(session: nox.Session, version: str) -> None:
     """The demo and its integration, with another version of transformers."""
     path = beside(session, f"transformers=={version}")
     pytest(session, f"transformers-{version}", "tests/test_transformers.py", PYTHONPATH=path)
+
+
+@nox.session
+def ascend(session: nox.Session) -> None:
+    """The vector-core kernel, through Ascend's own compiler, in an environment of its own."""
+    make = (
+        "from dsv4_prologue.verify import ascend; "
+        "ascend.find_environment() or ascend.make_environment()"
+    )
+    session.run(sys.executable, "-c", make, env={"PYTHONPATH": "src"})
+    pytest(session, "ascend", "tests/test_ascend.py")

@@ -54,8 +54,8 @@ FAULTS = [
     (
         "the tail of slots is skipped",
         "tiled",
-        "mask=token < num_slots, other=-1",
-        "mask=token < num_slots // TOKENS * TOKENS, other=-1",
+        "given = token < num_slots",
+        "given = token < num_slots // TOKENS * TOKENS",
         "k_cache: ",
     ),
     (
@@ -82,8 +82,8 @@ FAULTS = [
     (
         "a slot is cut to 32 bits before the range check",
         "tiled",
-        "slot = tl.load(slot_ptr + token, mask=token < num_slots, other=-1).to(tl.int64)",
-        "slot = tl.load(slot_ptr + token, mask=token < num_slots, other=-1).to(tl.int32)",
+        "slot = tl.load(slot_ptr + token, mask=given, other=-1).to(tl.int64)",
+        "slot = tl.load(slot_ptr + token, mask=given, other=-1).to(tl.int32)",
         "stored by two programs",
     ),
     (
@@ -96,9 +96,8 @@ FAULTS = [
     (
         "a position outside the table is clamped, not NaN",
         "numerics",
-        "position = tl.load(position_ptr + token, mask=live, other=0).to(tl.int64)",
-        "position = tl.load(position_ptr + token, mask=live, other=0).to(tl.int64)\n"
-        "    position = tl.minimum(tl.maximum(position, 0), num_positions - 1)",
+        "position = position.to(tl.int64)",
+        "position = tl.minimum(tl.maximum(position.to(tl.int64), 0), num_positions - 1)",
         "q: ",
     ),
     (

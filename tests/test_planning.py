@@ -41,6 +41,12 @@ def card(**changes: object) -> Card:
     return Card(**{**values, **changes})  # type: ignore[arg-type]
 
 
+def test_dependent_launch_is_one_of_three() -> None:
+    assert str(Launch(dependent="wait")) == "1x1 (tokens x heads), 1 warp, dependent launch (wait)"
+    with pytest.raises(ValueError, match="dependent: expected one of"):
+        Launch(dependent="yes")
+
+
 def test_problem_counts_units() -> None:
     assert Problem(252, 64).num_units == 16380
     assert Problem(3, 0).num_units == 3
@@ -108,6 +114,7 @@ def test_plan_as_json_is_flat() -> None:
         "heads_per_tile": 1,
         "num_warps": 4,
         "num_stages": 1,
+        "dependent": "no",
     }
 
 
@@ -222,6 +229,8 @@ TILE_4 = Launch(4, 1, 4)
         ("ascend-910b", 1, 40, Launch(1, 8), "always"),
         ("ascend-910b", 1, 5, Launch(1, 1), "always"),
         ("ascend-910b", 1, 128, Launch(1, 32), "always"),
+        ("nvidia-hopper", 31, 64, Launch(1, 2, dependent="early"), "always: so few programs"),
+        ("nvidia-hopper", 32, 64, Launch(1, 2, dependent="wait"), "from 2048 units: two heads"),
         ("nvidia-ampere", 4096, 64, DEFAULT_LAUNCH, "default launch: no launch was measured"),
     ],
 )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +25,9 @@ if not interpreting():
         "runs Ascend's kernel in the interpreter: needs TRITON_INTERPRET=1", allow_module_level=True
     )
 
+from triton.runtime.interpreter import InterpreterError
+
+from dsv4_prologue.kernels import vector_core
 from dsv4_prologue.verify import interpreter
 
 CARD = "ascend-910b"
@@ -201,11 +207,12 @@ def test_the_last_program_of_the_largest_call() -> None:
     q[-1] = 3.0
     positions = torch.zeros(65544, dtype=torch.int64)
     table = build_case(1, 1).cos_sin_cache
-    last = 65544 * 4 - 1
-    first = last // 65520 * 65520
+    last = [65544 * 4 - 1]  # counted from the next launch's first program
 
     def only_last(grid: int) -> tuple[int, ...]:
-        return (last - first,) if grid < 65520 else ()
+        here = last[0]
+        last[0] -= grid
+        return (here,) if 0 <= here < grid else ()
 
     with use_launch(Launch(1, 32)), interpreter.program_order(only_last):
         dsv4_prologue.prologue(q, None, None, None, positions, table, q_out=q)
@@ -222,3 +229,144 @@ def test_a_page_far_away() -> None:
     want = reference.prologue(None, row, cache[-1:], torch.tensor([63]), position, table)[1]
     assert want is not None
     assert torch.equal(cache[-1, 63 * 576 : 64 * 576], want[0, 63 * 576 : 64 * 576])
+
+
+# ------------------------------------------------------------------------------- planted faults
+
+#: (fault, text, what it becomes, what the verdict must say)
+FAULTS = [
+    ("a slot past the end", "if (slot >= 0) & (slot < capacity)", "if slot >= 0", "out of bounds"),
+    (
+        "a negative slot",
+        "if (slot >= 0) & (slot < capacity)",
+        "if slot < capacity",
+        "out of bounds",
+    ),
+    (
+        "a position past the table",
+        "inside = (position >= 0) & (position < num_positions)",
+        "inside = position >= 0",
+        "out of bounds",
+    ),
+    (
+        "a position outside that is clamped",
+        "read = pair < tl.where(inside, ROPE_PAIRS, 0)",
+        "read = pair < ROPE_PAIRS",
+        "q: ",
+    ),
+    ("the second row of a lone head", "(row < 1)", "(row < 2)", "stored by two programs"),
+    (
+        "RoPE dims stored unrotated too",
+        "(NOPE_DIM if Q_ROPE else HEAD_DIM)",
+        "HEAD_DIM",
+        "stored twice by one program",
+    ),
+    (
+        "padding that the rotation touched",
+        "even_out = tl.where(real, even_out, 0.0)",
+        "even_out = even_out",
+        "padding heads are not +0",
+    ),
+    (
+        "padding that the norm touched",
+        "inverse = tl.where(real, inverse, 0.0)",
+        "inverse = inverse",
+        "padding heads are not +0",
+    ),
+    (
+        "the RoPE dims as a group of their own",
+        "mask=group < NUM_SCALES",
+        "mask=group < GROUPS",
+        "stored twice by one program",
+    ),
+    (
+        "a pad byte that is not 0",
+        "tl.where(number < NUM_SCALES, scale, 0)",
+        "tl.where(number < GROUPS, scale, 0)",
+        "pad byte",
+    ),
+    (
+        "a weighted norm that is not rounded",
+        "x = x.to(tl.bfloat16).to(tl.float32)",
+        "x = x.to(tl.float32)",
+        "k_cache: ",
+    ),
+    (
+        "idle programs that work",
+        "(program >= kv_programs) & (program < num_programs)",
+        "program >= kv_programs",
+        "out of bounds",
+    ),
+    ("every launch is the first", "first_program + tl.program_id", "tl.program_id", "q: "),
+    (
+        "a query's offset in 32 bits",
+        "token = (program // HEAD_TILES).to(tl.int64)",
+        "token = program // HEAD_TILES",
+        "overflow",
+    ),
+    (
+        "a page's offset in 32 bits",
+        "(slot32 // PAGE_TOKENS).to(tl.int64)",
+        "slot32 // PAGE_TOKENS",
+        "overflow",
+    ),
+]
+
+
+def mutant(path: Path, text: str, becomes: str) -> Any:
+    """The kernel of a copy of its file with one text changed."""
+    source = Path(vector_core.__file__).read_text()
+    assert text in source, f"vector_core.py no longer says {text!r}"
+    path.write_text(source.replace(text, becomes))
+    spec = importlib.util.spec_from_file_location(f"mutant_{path.parent.name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.prologue_kernel
+
+
+def verdict(limit: Callable[[int, int], None]) -> str:
+    """What the conformance kit and the memory check say of the kernel at hand; empty if nothing."""
+    said = []
+    limit(20, CORES)
+    try:
+        for case in (
+            build_case(9, 3, Variant(pad_heads=1, eps=0.0, not_finite=True, short=True), seed=1),
+            build_case(9, 3, Variant(out="in place", cache_block_size=4), seed=2),
+            build_case(40, 1, Variant(q=False, kv_norm_weight=torch.float32), seed=3),
+        ):
+            expected = reference.prologue(**case.arguments())
+            q_out = dsv4_prologue.prologue(**case.arguments())
+            said += [compare(case, q_out, expected).reason, *canary_violations(case)]
+        if not any(said):
+            limit(65535, CORES)
+            test_the_last_program_of_the_largest_call()
+            test_a_page_far_away()
+    except (interpreter.MemoryFault, InterpreterError) as error:
+        said.append(f"{error}: {error.__cause__ or ''}")
+    return "; ".join(reason for reason in said if reason)
+
+
+def test_an_unchanged_copy_passes(
+    limit: Callable[[int, int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = mutant(tmp_path / "kernel.py", "eps", "eps")
+    monkeypatch.setattr(launch, "_kernel", lambda _: kernel)
+    assert verdict(limit) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "becomes", "says"), [f[1:] for f in FAULTS], ids=[f[0] for f in FAULTS]
+)
+def test_a_planted_fault_is_caught(
+    limit: Callable[[int, int], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    becomes: str,
+    says: str,
+) -> None:
+    kernel = mutant(tmp_path / "kernel.py", text, becomes)
+    monkeypatch.setattr(launch, "_kernel", lambda _: kernel)
+    assert says in verdict(limit)

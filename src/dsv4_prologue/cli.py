@@ -22,6 +22,7 @@ from rich.table import Table
 from dsv4_prologue._version import __version__
 from dsv4_prologue.cards import card_names
 from dsv4_prologue.selection import CARD_VARIABLE, default_device, explain, select
+from dsv4_prologue.verify.proof import VERDICTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -247,6 +248,62 @@ def _print_records(records: list[dict[str, Any]]) -> None:
     console = Console(markup=False, highlight=False, soft_wrap=True)
     console.print(table)
     console.print(*reasons, f"{sums}, on {', '.join(cards)}", sep="\n")
+
+
+@app.command()
+def verify(
+    card: Annotated[
+        str,
+        typer.Option(metavar="NAME|all", help="A card by name, or all of them."),
+    ] = "all",
+    record: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Append the proofs to this file.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Prove of a card what can be proved without it: bytes, memory, compilers, launches.
+
+    Holds if nothing is refused.
+    """
+    _require("torch", INSTALLING)
+    from dsv4_prologue.measure.record import append
+    from dsv4_prologue.verify.suite import prove
+
+    names = list(card_names()) if card == "all" else [str(_known_card(card))]
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task(f"proving {card}", total=None)
+        proofs = prove(names, lambda _: progress.advance(task))
+    values = [proof.to_dict() for proof in proofs]
+    if record is not None:
+        append(record, [{"record": "proof", **value} for value in values], device="cpu")
+    if as_json:
+        typer.echo(json.dumps(values, indent=2))
+    else:
+        table = Table(box=SIMPLE, pad_edge=False)
+        for header in ("card", "proof", "verdict", "reason"):
+            table.add_column(header, overflow="fold")
+        for proof in proofs:
+            table.add_row(proof.card, proof.proof, proof.verdict, proof.reason)
+        Console(markup=False, highlight=False).print(table)
+        counts = Counter(proof.verdict for proof in proofs)
+        typer.echo(", ".join(f"{counts[name]} {name}" for name in VERDICTS))
+    refused = any(proof.verdict == "refused" for proof in proofs)
+    raise typer.Exit(1 if refused else 0)
+
+
+@app.command(name="affected")
+def affected_command(
+    base: Annotated[str, typer.Option(metavar="REV", help="What the change is compared with.")],
+    as_json: JsonOption = False,
+) -> None:
+    """List the cards that a change touches, for CI to choose its jobs. Needs git."""
+    from dsv4_prologue.affected import affected, changed_since
+
+    try:
+        cards = affected(changed_since(base))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--base") from error
+    typer.echo(json.dumps(cards) if as_json else "\n".join(cards) or "none")
 
 
 @app.command()

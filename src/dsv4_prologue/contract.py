@@ -7,7 +7,7 @@ in elements unless the name says bytes. Names of arguments are those of `prologu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ CORE_NUM_TOKENS = (1, 4, 17, 64, 1024, 2048, 8192, 32768, 65536, 98304, 131072)
 CORE_NUM_HEADS = (64, 128)
 
 _BF16 = (torch.bfloat16,)
+_UINT8 = (torch.uint8,)
 INDEX_DTYPES = (torch.int32, torch.int64)
 TABLE_DTYPES = (torch.float32, torch.bfloat16)
 CACHE_FORMATS = ("fp8_ds_mla", "mxfp8", "bf16", "fp8")
@@ -114,6 +115,29 @@ def _check_tensor(
         _value(name, "no gradient (inference only: call under torch.no_grad())", "requires_grad")
 
 
+def _check_tensor_at(
+    name: str,
+    tensor: Any,
+    usual: torch.dtype,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    where: int,
+    grad: bool,
+) -> None:
+    """`_check_tensor`, without the cost of it where nothing can be wrong.
+
+    `where` is the device's index, cheaper to compare than the device; the CPU's and meta's is -1.
+    """
+    if (
+        type(tensor) is not Tensor
+        or tensor.dtype is not usual
+        or where < 0
+        or tensor.get_device() != where
+        or (grad and tensor.requires_grad)
+    ):
+        _check_tensor(name, tensor, dtypes, device)
+
+
 def _check_rows(name: str, tensor: Tensor, shape: tuple[int | None, ...], form: str) -> None:
     """Check rank and sizes (None: any), and that the last dim is contiguous."""
     got = tuple(tensor.shape)
@@ -124,16 +148,10 @@ def _check_rows(name: str, tensor: Tensor, shape: tuple[int | None, ...], form: 
 
 
 def _check_index(
-    name: str, index: object, device: torch.device, size: int, *, shorter: bool = False
+    name: str, index: object, device: torch.device, where: int, size: int, shorter: bool
 ) -> int:
     """Check a 1-D tensor of indices of that size, or `shorter` ones too; return its size."""
-    if (
-        type(index) is not Tensor
-        or index.dtype not in INDEX_DTYPES
-        or index.device != device
-        or index.requires_grad
-    ):
-        _check_tensor(name, index, INDEX_DTYPES, device)
+    _check_tensor_at(name, index, torch.int64, INDEX_DTYPES, device, where, False)
     assert isinstance(index, Tensor)
     shape = index.shape
     if len(shape) != 1 or index.stride() != (1,):
@@ -152,14 +170,13 @@ def check_block_size(cache_block_size: object) -> None:
 
 
 def check_cache(
-    k_cache: object, cache_block_size: int, device: torch.device, addresses: bool
+    k_cache: Tensor | None, cache_block_size: int, device: torch.device, where: int, addresses: bool
 ) -> tuple[int, int]:
     """Check a paged FP8 cache; return the slots it has, and its page stride in bytes."""
     if type(cache_block_size) is not int or cache_block_size < 1:
         check_block_size(cache_block_size)
-    if type(k_cache) is not Tensor or k_cache.dtype is not torch.uint8 or k_cache.device != device:
-        _check_tensor("k_cache", k_cache, (torch.uint8,), device)
-    assert isinstance(k_cache, Tensor)
+    _check_tensor_at("k_cache", k_cache, torch.uint8, _UINT8, device, where, False)
+    assert k_cache is not None
     payload = cache_block_size * TOKEN_BYTES
     shape, strides = k_cache.shape, k_cache.stride()
     if len(shape) == 3:
@@ -271,7 +288,7 @@ def check_aliasing(
         )
 
 
-def check_prologue(  # noqa: PLR0912, PLR0915 (the whole contract, written out for speed)
+def check_prologue(  # noqa: PLR0915 (the whole contract, written out for speed)
     q: Tensor | None,
     kv: Tensor | None,
     k_cache: Tensor | None,
@@ -298,8 +315,13 @@ def check_prologue(  # noqa: PLR0912, PLR0915 (the whole contract, written out f
     Eager decoding pays for this in every layer, so each tensor's attributes are read once, and the
     functions that word an error are called only where something may be wrong.
     """
-    forms = (q_scale_inv, cache_format, cache_scale, fp8_format)
-    if q_layout != "heads" or forms != (None, None, None, None):
+    if (
+        q_layout != "heads"
+        or q_scale_inv is not None
+        or cache_format is not None
+        or cache_scale is not None
+        or fp8_format is not None
+    ):
         _check_formats(q_layout, q_scale_inv, cache_format, cache_scale, fp8_format)
     if type(eps) is not float and not isinstance(eps, (int, float)):
         _kind("eps", "a float", type(eps).__name__)
@@ -308,7 +330,7 @@ def check_prologue(  # noqa: PLR0912, PLR0915 (the whole contract, written out f
         _value("q, kv", "at least one of them", "None for both")
     if not isinstance(rows, Tensor):
         _kind("q" if q is not None else "kv", "a bfloat16 tensor", type(rows).__name__)
-    device, grad = rows.device, torch.is_grad_enabled()
+    device, where, grad = rows.device, rows.get_device(), torch.is_grad_enabled()
 
     num_heads = heads_out = num_slots = capacity = kv_stride = page_stride = 0
     q_strides: tuple[int, ...] = ()
@@ -320,7 +342,7 @@ def check_prologue(  # noqa: PLR0912, PLR0915 (the whole contract, written out f
         if len(shape) != 3 or shape[2] != HEAD_DIM or q_strides[2] != 1 or shape[1] < 1:
             _check_q(q)
         num_tokens, num_heads, _ = shape
-        heads_out, out_strides = _check_q_out(q, q_out, num_heads_out, grad)
+        heads_out, out_strides = _check_q_out(shape, q_strides, q, q_out, num_heads_out, grad)
         if q_out is not None and q_out is not q and addresses and num_tokens:
             check_aliasing(q, q_out, q_strides, out_strides)
     else:
@@ -329,33 +351,23 @@ def check_prologue(  # noqa: PLR0912, PLR0915 (the whole contract, written out f
         num_tokens = rows.shape[0] if rows.dim() else 0
 
     if kv is not None:
-        if (
-            type(kv) is not Tensor
-            or kv.dtype is not torch.bfloat16
-            or kv.device != device
-            or (grad and kv.requires_grad)
-        ):
-            _check_tensor("kv", kv, _BF16, device)
+        _check_tensor_at("kv", kv, torch.bfloat16, _BF16, device, where, grad)
         kv_strides = kv.stride()
         if kv.shape != (num_tokens, HEAD_DIM) or kv_strides[1] != 1:
             _check_rows("kv", kv, (num_tokens, HEAD_DIM), f"[{num_tokens}, {HEAD_DIM}]")
         kv_stride = kv_strides[0]
-        capacity, page_stride = check_cache(k_cache, cache_block_size, device, addresses)
-        num_slots = _check_index("slot_mapping", slot_mapping, device, num_tokens, shorter=True)
+        capacity, page_stride = check_cache(k_cache, cache_block_size, device, where, addresses)
+        num_slots = _check_index("slot_mapping", slot_mapping, device, where, num_tokens, True)
     else:
         if k_cache is not None or slot_mapping is not None:
             name = "k_cache" if k_cache is not None else "slot_mapping"
             _value(name, "None without kv", "a tensor")
         check_block_size(cache_block_size)
 
-    _check_index("position_ids", position_ids, device, num_tokens)
-    if (
-        type(cos_sin_cache) is not Tensor
-        or cos_sin_cache.dtype is not torch.float32
-        or cos_sin_cache.device != device
-        or (grad and cos_sin_cache.requires_grad)
-    ):
-        _check_tensor("cos_sin_cache", cos_sin_cache, TABLE_DTYPES, device)
+    _check_index("position_ids", position_ids, device, where, num_tokens, False)
+    _check_tensor_at(
+        "cos_sin_cache", cos_sin_cache, torch.float32, TABLE_DTYPES, device, where, grad
+    )
     table, table_strides = cos_sin_cache.shape, cos_sin_cache.stride()
     if len(table) != 2 or table[1] != ROPE_DIM or table_strides[1] != 1:
         _check_rows("cos_sin_cache", cos_sin_cache, (None, ROPE_DIM), f"[max_pos, {ROPE_DIM}]")
@@ -364,18 +376,9 @@ def check_prologue(  # noqa: PLR0912, PLR0915 (the whole contract, written out f
             _value("kv_norm_weight", "None without kv", "a tensor")
         _check_tensor("kv_norm_weight", kv_norm_weight, TABLE_DTYPES, device)
         _check_rows("kv_norm_weight", kv_norm_weight, (HEAD_DIM,), f"[{HEAD_DIM}]")
-    return Layout(
-        num_tokens,
-        num_heads,
-        heads_out,
-        num_slots,
-        capacity,
-        q_strides,
-        out_strides,
-        kv_stride,
-        page_stride,
-        table_strides[0],
-    )
+    sizes = (num_tokens, num_heads, heads_out, num_slots, capacity)
+    strides = (q_strides, out_strides, kv_stride, page_stride, table_strides[0])
+    return tuple.__new__(Layout, sizes + strides)  # a third of the cost of calling Layout
 
 
 def _check_q(q: Tensor) -> None:
@@ -386,10 +389,15 @@ def _check_q(q: Tensor) -> None:
 
 
 def _check_q_out(
-    q: Tensor, q_out: Tensor | None, num_heads_out: int | None, grad: bool
+    q_shape: torch.Size,
+    q_strides: tuple[int, ...],
+    q: Tensor,
+    q_out: Tensor | None,
+    num_heads_out: int | None,
+    grad: bool,
 ) -> tuple[int, tuple[int, ...]]:
     """Check the output form; return the number of heads written, and q_out's strides."""
-    num_tokens, num_heads, _ = q.shape
+    num_tokens, num_heads, _ = q_shape
     if num_heads_out is not None:
         if type(num_heads_out) is not int:
             _kind("num_heads_out", "an int", type(num_heads_out).__name__)
@@ -397,14 +405,11 @@ def _check_q_out(
             _value("num_heads_out", f"at least q's {num_heads} heads", num_heads_out)
     if q_out is None:
         return num_heads if num_heads_out is None else num_heads_out, ()
-    if (
-        type(q_out) is not Tensor
-        or q_out.dtype is not torch.bfloat16
-        or q_out.device != q.device
-        or (grad and q_out.requires_grad)
-    ):
-        _check_tensor("q_out", q_out, _BF16, q.device)
-    shape, strides = q_out.shape, q_out.stride()
+    if q_out is q:
+        shape, strides = q_shape, q_strides
+    else:
+        _check_tensor_at("q_out", q_out, torch.bfloat16, _BF16, q.device, q.get_device(), grad)
+        shape, strides = q_out.shape, q_out.stride()
     if (
         len(shape) != 3
         or shape[0] != num_tokens
@@ -456,8 +461,8 @@ def check_gather(
     _check_formats("heads", None, cache_format, cache_scale, fp8_format)
     if not isinstance(k_cache, Tensor):
         _kind("k_cache", "a uint8 tensor", type(k_cache).__name__)
-    device = k_cache.device
-    capacity, _ = check_cache(k_cache, cache_block_size, device, addresses)
+    device, where = k_cache.device, k_cache.get_device()
+    capacity, _ = check_cache(k_cache, cache_block_size, device, where, addresses)
     _check_tensor("slots", slots, INDEX_DTYPES, device)
     if out is not None:
         _check_tensor("out", out, _BF16, device)

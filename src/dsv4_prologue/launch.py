@@ -81,7 +81,8 @@ def _launch(
             )
         from dsv4_prologue.verify import interpreter
 
-        interpreter.run(_kernel(name), (programs,), {**arguments, **options})
+        # Interpreted programs run after one another: there is nothing to wait for.
+        interpreter.run(_kernel(name), (programs,), {**arguments, **options, "DEPENDENT": "no"})
         return None
     module = torch.get_device_module(device)
     elsewhere = device.index is not None and device.index != module.current_device()
@@ -132,8 +133,8 @@ def run_prologue(
         return
     num_tokens, num_heads, heads_out, num_slots, capacity, *_ = layout
     launch = plan.launch
-    kv_programs = launch.kv_programs(num_slots) if capacity else 0
-    programs = kv_programs + launch.q_programs(num_tokens, heads_out)
+    kv_programs = launch.kv_programs(num_slots) if capacity and num_slots else 0
+    programs = kv_programs + (launch.q_programs(num_tokens, heads_out) if heads_out else 0)
     if not programs:
         return
 
@@ -166,6 +167,7 @@ def run_prologue(
                 launch.heads_per_tile,
                 launch.num_warps,
                 launch.num_stages,
+                launch.dependent,
                 plan.fp8_cast,
             )
             counts = (eps, num_tokens, num_slots, capacity, cos_sin_cache.shape[0], kv_programs)
@@ -220,8 +222,11 @@ def run_prologue(
         "Q_ROPE": q_rope,
         "KV_NORM": kv_norm_weight is not None,
         "FP8_CAST": plan.fp8_cast,
+        "DEPENDENT": launch.dependent,
     }
     options = _options(plan, launch.num_warps, launch.num_stages)
+    if launch.dependent != "no":
+        options["launch_pdl"] = True
     if plan.kernel == "vector_core":
         _launch_in_chunks(plan, programs, arguments, options, position_ids.device)
         return
@@ -241,7 +246,7 @@ def _launch_in_chunks(
 
     Programs past the end do nothing. Without the rounding a card may run program 0 again.
     """
-    for name in ("num_tokens", "num_slots", "TOKENS", "FP8_CAST"):
+    for name in ("num_tokens", "num_slots", "TOKENS", "FP8_CAST", "DEPENDENT"):
         del arguments[name]  # one token a program, and the encoder is the integer one
     limits = get_card(plan.card).limits
     chunk, multiple = (limits.chunk, limits.multiple_of) if limits is not None else (programs, 1)

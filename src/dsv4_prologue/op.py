@@ -20,8 +20,6 @@ from dsv4_prologue.contract import (
     check_in_bounds,
     check_prologue,
 )
-from dsv4_prologue.planning import Problem
-from dsv4_prologue.planning import plan as plan_launch
 from dsv4_prologue.selection import plan_for, select, use_launch
 
 _OPTIONS = (
@@ -58,7 +56,7 @@ _ops: Any = torch.ops.dsv4_prologue
 
 def _traced(rows: object) -> bool:
     """Whether a call must go through its registered op: being compiled, or on a subclass."""
-    return torch.compiler.is_compiling() or (type(rows) is not Tensor and isinstance(rows, Tensor))
+    return (type(rows) is not Tensor and isinstance(rows, Tensor)) or torch.compiler.is_compiling()
 
 
 def _new_q_out(q: Tensor, layout: Layout) -> Tensor:
@@ -185,7 +183,8 @@ def prologue(
         ValueError: an argument of a wrong value (shape, stride, device, overlap, form).
         IndexError: with `check_bounds`, a slot or position out of range.
     """
-    if not _traced(q if q is not None else kv):
+    rows = q if q is not None else kv
+    if not _traced(rows):
         return _run(
             q,
             kv,
@@ -437,9 +436,7 @@ def warmup(
     if kv_norm_dtype is not None:
         weight = torch.ones(HEAD_DIM, dtype=kv_norm_dtype, device=where)
     card, _ = select(where)
-    launches = {plan_launch(card, Problem(1, num_heads)).launch}
-    launches.update(rule.launch for rule in card.rules)
-    for one in launches:
+    for one in card.launches:
         with use_launch(one):
             prologue(
                 None if kv_only else q,

@@ -10,10 +10,6 @@ if TYPE_CHECKING:
     from dsv4_prologue.cards.card import Card
 
 
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 @dataclass(frozen=True)
 class Problem:
     """What a launch is chosen by: rows of q (or kv), and query heads written (0 without q)."""
@@ -25,6 +21,12 @@ class Problem:
     def num_units(self) -> int:
         """One unit is one token times one role: each query head, and KV."""
         return self.num_tokens * (self.num_heads + 1)
+
+
+#: Dependent launch: "wait" lets the launch overlap the end of the kernel before it, and waits for
+#: that kernel's results before anything is read; "early" also lets the next such launch overlap
+#: this kernel from its start.
+DEPENDENT = ("no", "wait", "early")
 
 
 @dataclass(frozen=True)
@@ -39,23 +41,29 @@ class Launch:
     heads_per_tile: int = 1
     num_warps: int = 1
     num_stages: int = 1
+    dependent: str = "no"  # "wait" or "early" on NVIDIA from sm_90 on: see DEPENDENT
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        for name in ("tokens_per_tile", "heads_per_tile", "num_warps", "num_stages"):
+            value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"{name}: expected a power of two, got {value}")
+        if self.dependent not in DEPENDENT:
+            raise ValueError(f"dependent: expected one of {DEPENDENT}, got {self.dependent!r}")
 
     def kv_programs(self, num_slots: int) -> int:
-        return _ceil_div(num_slots, self.tokens_per_tile)
+        """Programs that work on KV."""
+        return -(-num_slots // self.tokens_per_tile)
 
     def q_programs(self, num_tokens: int, num_heads: int) -> int:
-        return _ceil_div(num_tokens, self.tokens_per_tile) * _ceil_div(
-            num_heads, self.heads_per_tile
-        )
+        """Programs that work on query heads."""
+        return -(-num_tokens // self.tokens_per_tile) * -(-num_heads // self.heads_per_tile)
 
     def __str__(self) -> str:
         warps = "1 warp" if self.num_warps == 1 else f"{self.num_warps} warps"
-        return f"{self.tokens_per_tile}x{self.heads_per_tile} (tokens x heads), {warps}"
+        dependent = "" if self.dependent == "no" else f", dependent launch ({self.dependent})"
+        tile = f"{self.tokens_per_tile}x{self.heads_per_tile} (tokens x heads)"
+        return f"{tile}, {warps}{dependent}"
 
 
 #: What runs where no rule holds: one program a unit, one warp. Every compiler takes it.
@@ -122,6 +130,8 @@ def plan(
     elif card.rules:
         unmet = "; ".join(rule.condition for rule in card.rules)
         reason = f"default launch, since no rule holds ({unmet}): {card.why}"
+    if card.kernel == "vector_core":  # one token a program, whatever was asked for
+        chosen = replace(chosen, tokens_per_tile=1)
     if card.heads_divide and problem.num_heads:
         # The largest power of two that divides both: a tile of heads has no tail.
         heads = math.gcd(chosen.heads_per_tile, problem.num_heads)

@@ -22,8 +22,8 @@ CARD = Card(
         ),
     ),
     heads_divide=True,
-    # 40 vector cores on 910B4; a grid that is larger and no multiple of them may run program 0
-    # again, which in place must not happen.
-    limits=Limits(max_programs=65535, multiple_of=40),
+    # 40 vector cores on 910B3 and B4, 48 on B1 and B2: a grid that is larger and no multiple of
+    # them may run program 0 again, which in place must not happen. 240 is a multiple of both.
+    limits=Limits(max_programs=65535, multiple_of=240),
     can_disable_fp_fusion=False,
 )

@@ -6,10 +6,11 @@ import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from dsv4_prologue.planning import Launch, Problem
+from dsv4_prologue.planning import DEFAULT_LAUNCH, Launch, Problem
 
 KERNELS = ("tiled", "vector_core", "torch")
 FP8_CASTS = ("compiler", "integer")
+ALWAYS = "always"
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Rule:
             parts.append(f"from {self.min_units} units")
         if self.max_heads is not None:
             parts.append(f"up to {self.max_heads} heads")
-        return ", ".join(parts) or "always"
+        return ", ".join(parts) or ALWAYS
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,13 @@ class Card:
     heads_divide: bool = False  # a tile of heads must divide the heads written
     # Whether the compiler can be told not to contract a*b+c; where not, RoPE may differ by an ULP.
     can_disable_fp_fusion: bool = True
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """What a plan may choose: the rules' launches, and the default if no rule always holds."""
+        always = any(rule.condition == ALWAYS for rule in self.rules)
+        default = () if always and self.toolchain is None else (DEFAULT_LAUNCH,)
+        return tuple(dict.fromkeys((*default, *(rule.launch for rule in self.rules))))
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", self.name):

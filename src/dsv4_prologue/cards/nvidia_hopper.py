@@ -14,8 +14,20 @@ CARD = Card(
     evidence="a sweep is still to be recorded",
     rules=(
         Rule(
-            Launch(tokens_per_tile=1, heads_per_tile=2, num_warps=1),
-            why="two heads of one token share its position and are 2 KB of contiguous rows",
+            Launch(tokens_per_tile=1, heads_per_tile=2, num_warps=1, dependent="wait"),
+            min_units=2048,
+            why=(
+                "two heads of one token share its position and are 2 KB of contiguous rows; the "
+                "launch overlaps the end of the kernel before it"
+            ),
+            evidence="a sweep is still to be recorded",
+        ),
+        Rule(
+            Launch(tokens_per_tile=1, heads_per_tile=2, num_warps=1, dependent="early"),
+            why=(
+                "so few programs leave room on the device for the next kernel to start on: 0.3 us "
+                "a call in a chain"
+            ),
             evidence="a sweep is still to be recorded",
         ),
     ),

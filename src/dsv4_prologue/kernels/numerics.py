@@ -21,12 +21,12 @@ ABSMAX_FLOOR_BITS = tl.constexpr(0x38D1B717)  # f32(1e-4)
 
 
 @triton.jit
-def load_cos_sin(cos_sin_ptr, cos_sin_stride, position_ptr, token, live, num_positions):
-    """Cosines and sines of each token [T], laid along its row's 256 pairs: two f32 [T, 256].
+def load_cos_sin(cos_sin_ptr, cos_sin_stride, position, live, num_positions):
+    """Cosines and sines of each position [T], laid along a row's 256 pairs: two f32 [T, 256].
 
     Only the last 32 pairs are loaded. A position outside the table is not read and gives NaN.
     """
-    position = tl.load(position_ptr + token, mask=live, other=0).to(tl.int64)
+    position = position.to(tl.int64)
     inside = live & (position >= 0) & (position < num_positions)
     pair = tl.arange(0, PAIRS)[None, :]
     read = inside[:, None] & (pair >= NOPE_PAIRS)

@@ -51,14 +51,15 @@ def _query_heads(
     read = (token_live[:, None] & (head < HEADS)[None, :])[:, :, None]
     write = (token_live[:, None] & (head < HEADS_OUT)[None, :])[:, :, None]
 
+    # Every load is issued before anything waits for one: position, row, then what needs a position.
+    position = tl.load(position_ptr + token, mask=token_live, other=0)
     rows = (token * q_token_stride)[:, None] + (head * q_head_stride)[None, :]
     x = tl.load(q_ptr + rows[:, :, None] + dim, mask=read, other=0.0).to(tl.float32)
+    if Q_ROPE:
+        cos, sin = load_cos_sin(cos_sin_ptr, cos_sin_stride, position, token_live, num_positions)
     if Q_NORM:
         x = x * inverse_rms(x, eps)
     if Q_ROPE:
-        cos, sin = load_cos_sin(
-            cos_sin_ptr, cos_sin_stride, position_ptr, token, token_live, num_positions
-        )
         x = rotate(x, cos, sin, TOKENS, HEADS_PER_TILE)
     if HEADS_OUT > HEADS:
         x = tl.where(read, x, 0.0)  # exact +0, whatever eps and the rotation make of a zero row
@@ -90,18 +91,21 @@ def _kv_tokens(
     FP8_CAST: tl.constexpr,
 ):
     token = program.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    slot = tl.load(slot_ptr + token, mask=token < num_slots, other=-1).to(tl.int64)
-    live = (slot >= 0) & (slot < capacity)
+    given = token < num_slots
     dim = tl.arange(0, HEAD_DIM)[None, :]
 
+    # Only the stores wait for the slot: a row without a slot is read in vain, but no load is late.
+    slot = tl.load(slot_ptr + token, mask=given, other=-1).to(tl.int64)
+    position = tl.load(position_ptr + token, mask=given, other=0)
     rows = kv_ptr + (token * kv_token_stride)[:, None] + dim
-    x = tl.load(rows, mask=live[:, None], other=0.0).to(tl.float32)
+    x = tl.load(rows, mask=given[:, None], other=0.0).to(tl.float32)
+    cos, sin = load_cos_sin(cos_sin_ptr, cos_sin_stride, position, given, num_positions)
+    live = (slot >= 0) & (slot < capacity)
     x = tl.reshape(x, (TOKENS, 1, HEAD_DIM))
     if KV_NORM:
         weight = tl.load(kv_weight_ptr + dim).to(tl.float32)
         x = x * inverse_rms(x, eps) * tl.reshape(weight, (1, 1, HEAD_DIM))
         x = x.to(tl.bfloat16).to(tl.float32)
-    cos, sin = load_cos_sin(cos_sin_ptr, cos_sin_stride, position_ptr, token, live, num_positions)
     y = tl.reshape(rotate(x, cos, sin, TOKENS, 1), (TOKENS, HEAD_DIM)).to(tl.bfloat16)
 
     # The range was checked in 64 bits; the division is done in 32.
@@ -164,11 +168,18 @@ def prologue_kernel(
     Q_ROPE: tl.constexpr,
     KV_NORM: tl.constexpr,
     FP8_CAST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """All strides in elements of their tensor; `page_stride` in bytes; `capacity` in slots.
 
-    A pointer of a role that the call does not have (HAS_Q, HAS_KV, KV_NORM) is None.
+    A pointer of a role that the call does not have (HAS_Q, HAS_KV, KV_NORM) is None. DEPENDENT is
+    not "no" only in a dependent launch: nothing is read before the kernel before this one is done,
+    and what comes next is let go only after that.
     """
+    if DEPENDENT != "no":
+        tl.extra.cuda.gdc_wait()
+    if DEPENDENT == "early":
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     if HAS_KV:
         if program < kv_programs:

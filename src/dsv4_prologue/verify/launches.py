@@ -1,0 +1,89 @@
+"""Proof of what would be launched: grids, chunks and options, recorded in place of a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from dsv4_prologue.cards import Card
+from dsv4_prologue.launch import Launched, record_launches
+from dsv4_prologue.op import prologue
+from dsv4_prologue.planning import Launch
+from dsv4_prologue.selection import use_card, use_launch
+from dsv4_prologue.verify.proof import Proof
+
+#: CUDA's and HIP's limit of a grid's first side.
+MAX_PROGRAMS = 2**31 - 1
+#: Below, at and past a chunk, a core count and a tile; the largest of the benchmark.
+SIZES = ((0, 5), (1, 1), (41, 1), (1009, 64), (1023, 64), (17, 40), (131072, 128))
+OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion", "launch_pdl"}
+
+
+def record(num_tokens: int, num_heads: int) -> list[Launched]:
+    """The launches of one call in place, on memory that is reserved and never touched."""
+    q = torch.empty(num_tokens, num_heads, 512, dtype=torch.bfloat16)
+    kv = torch.empty(num_tokens, 512, dtype=torch.bfloat16)
+    cache = torch.empty(num_tokens // 64 + 1, 64 * 584, dtype=torch.uint8)
+    index = torch.empty(num_tokens, dtype=torch.int64)
+    with record_launches() as launches:
+        prologue(q, kv, cache, index, index, torch.empty(8, 64), q_out=q)
+    return launches
+
+
+def expected_programs(launch: Launch, num_tokens: int, num_heads: int) -> int:
+    """The programs with work to do, for a launch that was planned."""
+    return launch.kv_programs(num_tokens) + launch.q_programs(num_tokens, num_heads)
+
+
+def _faults(card: Card, launch: Launch, size: tuple[int, int]) -> Iterator[str]:
+    """What is wrong with the launches of one call."""
+    limits = card.limits
+    most = limits.max_programs if limits is not None else MAX_PROGRAMS
+    multiple = limits.multiple_of if limits is not None else 1
+    launches = record(*size)
+    first = 0
+    for one in launches:
+        if not 0 < one.programs <= most:
+            yield f"{size}: {one.programs} programs in a launch, at most {most}"
+        if one.programs % multiple:
+            yield f"{size}: {one.programs} programs are no multiple of {multiple}"
+        if one.arguments.get("first_program", 0) != first:
+            yield f"{size}: a chunk starts at {one.arguments['first_program']}, not at {first}"
+        if one.kernel != card.kernel:
+            yield f"{size}: the kernel {one.kernel}"
+        if one.options.get("num_warps") != launch.num_warps:
+            yield f"{size}: {one.options.get('num_warps')} warps, planned {launch.num_warps}"
+        if one.options.get("launch_pdl", False) is not (launch.dependent != "no"):
+            yield f"{size}: a dependent launch where none is planned, or none where one is"
+        if set(one.options) - OPTIONS:
+            yield f"{size}: options {sorted(set(one.options) - OPTIONS)} that no plan asks for"
+        if card.can_disable_fp_fusion and one.options.get("enable_fp_fusion") is not False:
+            yield f"{size}: multiply and add may be contracted"
+        first += one.programs
+    if launches:
+        tile = launches[0].arguments
+        seen = Launch(tile.get("TOKENS", 1), tile["HEADS_PER_TILE"], launch.num_warps)
+        wanted = expected_programs(seen, *size)
+        if not wanted <= first < wanted + multiple:
+            yield f"{size}: {first} programs for {wanted} with work"
+    elif size[0]:
+        yield f"{size}: nothing was launched"
+
+
+def prove(card: Card) -> list[Proof]:
+    """Whether every launch the card may choose has the grid, chunks and options it should."""
+    if card.kernel == "torch":
+        return [Proof(card.name, "launches", "not provable here", "it launches no kernel of ours")]
+    faults = []
+    for launch in card.launches:
+        with use_card(card.name), use_launch(launch):
+            faults += [fault for size in SIZES for fault in _faults(card, launch, size)]
+    detail = {"sizes": [list(size) for size in SIZES], "launches": [str(x) for x in card.launches]}
+    if faults:
+        return [Proof(card.name, "launches", "refused", "; ".join(faults), detail)]
+    limits = card.limits
+    reason = "every unit in one launch"
+    if limits is not None:
+        reason = f"chunks of at most {limits.chunk} programs, multiples of {limits.multiple_of}"
+    return [Proof(card.name, "launches", "proved", reason, detail)]

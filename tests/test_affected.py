@@ -1,0 +1,60 @@
+"""Which cards a change touches."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from dsv4_prologue.affected import affected, changed_since, import_graph
+from dsv4_prologue.cards import card_names, get_card
+
+pytestmark = pytest.mark.once
+
+ALL = sorted(card_names())
+PACKAGE = "src/dsv4_prologue"
+
+
+def with_kernel(*kernels: str) -> list[str]:
+    return sorted(name for name in ALL if get_card(name).kernel in kernels)
+
+
+@pytest.mark.parametrize(
+    ("paths", "cards"),
+    [
+        ([], []),
+        (["README.md", "docs/cards/metax-c550.md", "results/x.jsonl"], []),
+        (["tests/test_op.py"], []),
+        ([f"{PACKAGE}/measure/record.py", f"{PACKAGE}/cli.py"], []),
+        ([f"{PACKAGE}/cards/metax_c550.py"], ["metax-c550"]),
+        (
+            [f"{PACKAGE}/cards/metax_c550.py", f"{PACKAGE}/cards/cpu.py"],
+            ["cpu", "metax-c550"],
+        ),
+        ([f"{PACKAGE}/kernels/tiled.py"], with_kernel("tiled")),
+        ([f"{PACKAGE}/kernels/vector_core.py"], ["ascend-910b"]),
+        ([f"{PACKAGE}/kernels/composition.py"], ["cpu"]),
+        ([f"{PACKAGE}/kernels/numerics.py"], with_kernel("tiled", "vector_core")),
+        ([f"{PACKAGE}/kernels/gather.py"], with_kernel("tiled", "vector_core")),
+        ([f"{PACKAGE}/cards/card.py"], ALL),
+        ([f"{PACKAGE}/planning.py"], ALL),
+        ([f"{PACKAGE}/launch.py"], ALL),
+        ([f"{PACKAGE}/contract.py"], ALL),
+        ([f"{PACKAGE}/verify/interpreter.py"], ALL),
+        (["pyproject.toml"], ALL),
+    ],
+)
+def test_a_change_touches(paths: list[str], cards: list[str]) -> None:
+    assert affected(paths) == cards
+
+
+def test_the_graph_sees_imports_inside_functions() -> None:
+    graph = import_graph()
+    assert "dsv4_prologue.kernels.tiled" in graph["dsv4_prologue.launch"]
+    assert "dsv4_prologue.kernels.numerics" in graph["dsv4_prologue.kernels.tiled"]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_an_unknown_revision_is_an_error() -> None:
+    with pytest.raises(ValueError, match="base: "):
+        changed_since("no-such-revision")
