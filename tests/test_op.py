@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 import dsv4_prologue
 from dsv4_prologue import Launch, reference, use_card, use_launch
+from dsv4_prologue.cards import card_names, get_card
+from dsv4_prologue.planning import DEFAULT_LAUNCH
 from dsv4_prologue.selection import interpreting
 from dsv4_prologue.verify.compare import compare
 from dsv4_prologue.verify.inputs import Case, Variant, build_case, canary_violations
@@ -75,6 +78,33 @@ def test_every_tile_and_cast(device: str, tokens: int, heads: int, warps: int, c
         variant = Variant(pad_heads=2, out="in place", not_finite=True, short=True)
         check(build_case(11, 3, variant, device=device, seed=tokens * 10 + heads))
         check(build_case(9, 5, Variant(cache_block_size=4), device=device, seed=heads))
+
+
+#: What the cards run: each way once, by the first card that runs so. The plain form with the
+#: compiler's cast is what `test_every_form` runs, and vector_core has a file of its own.
+WAYS = {
+    (card.fp8_cast, replace(launch, dependent="no")): name
+    for name, card in ((name, get_card(name)) for name in reversed(card_names()))
+    if card.kernel == "tiled"
+    for launch in card.launches
+}
+
+
+@pytest.mark.parametrize("form", VARIANTS)
+@pytest.mark.parametrize(
+    ("card", "launch"),
+    [
+        pytest.param(card, launch, id=f"{card}-{launch.tokens_per_tile}x{launch.heads_per_tile}")
+        for (cast, launch), card in WAYS.items()
+        if (cast, launch) != ("compiler", DEFAULT_LAUNCH)
+    ],
+)
+@pytest.mark.usefixtures("kernels")
+def test_every_form_as_every_card_runs_it(
+    device: str, card: str, launch: Launch, form: str
+) -> None:
+    with use_card(card), use_launch(launch):
+        check(build_case(17, 5, VARIANTS[form], device=device, seed=3))
 
 
 @pytest.mark.parametrize("cast", ["compiler", "integer"])

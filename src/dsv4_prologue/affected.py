@@ -16,7 +16,17 @@ from dsv4_prologue.cards import card_names, get_card
 PACKAGE = "dsv4_prologue"
 _FOLDER = Path(__file__).resolve().parent
 #: What every card's job starts from.
-_ROOTS = (f"{PACKAGE}.op", f"{PACKAGE}.verify.suite", f"{PACKAGE}.verify.simulate")
+_ROOTS = tuple(
+    f"{PACKAGE}.{module}"
+    for module in (
+        "op",
+        "verify.suite",
+        # These are started as programs, not imported.
+        "verify.simulate",
+        "verify._compile_worker",
+        "verify._ascend_worker",
+    )
+)
 #: The kernels behind a card's `kernel`; all cards but those of torch read with `gather`.
 _KERNELS = {
     "tiled": ("tiled", "gather"),
