@@ -24,6 +24,8 @@ from dsv4_prologue.selection import interpreting
 
 GATHER_ROWS = 4  # slots a program of the reader decodes
 GATHER_WARPS = 4
+#: Arguments of `tiled` that `vector_core` lacks: one token a program, and one encoder.
+TILED_ONLY = ("num_tokens", "num_slots", "TOKENS", "FP8_CAST", "DEPENDENT")
 
 
 class Launched(NamedTuple):
@@ -246,8 +248,8 @@ def _launch_in_chunks(
 
     Programs past the end do nothing. Without the rounding a card may run program 0 again.
     """
-    for name in ("num_tokens", "num_slots", "TOKENS", "FP8_CAST", "DEPENDENT"):
-        del arguments[name]  # one token a program, and the encoder is the integer one
+    for name in TILED_ONLY:
+        del arguments[name]
     limits = get_card(plan.card).limits
     chunk, multiple = (limits.chunk, limits.multiple_of) if limits is not None else (programs, 1)
     for first in range(0, programs, chunk):

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dsv4_prologue.cards.card import Card, Limits
+from dsv4_prologue.launch import TILED_ONLY
 from dsv4_prologue.planning import Launch
 from dsv4_prologue.verify.compilers import Form
 from dsv4_prologue.verify.proof import Proof
@@ -261,7 +262,7 @@ def job(form: Form, *, chip: str = CHIPS[0], **types: str) -> dict[str, Any]:
     `types` are Triton's names of arguments' types, `strides` that of all strides.
     """
     tiled = form.job()
-    constants = {k: v for k, v in tiled["constants"].items() if k not in ("TOKENS", "FP8_CAST")}
+    constants = {k: v for k, v in tiled["constants"].items() if k not in TILED_ONLY}
     absent = [] if form.has_q else ["q_ptr", "q_out_ptr"]
     absent += [] if form.has_kv else ["kv_ptr", "cache_ptr", "cache_bf16_ptr", "slot_ptr"]
     absent += [] if form.kv_norm else ["kv_weight_ptr"]

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
-from dsv4_prologue.cards import get_card
+from dsv4_prologue.cards import Card, get_card
+from dsv4_prologue.verify import ascend, compilers, lanes, launches
 from dsv4_prologue.verify.proof import Proof
 
 
-def _interpreted(names: Iterable[str]) -> list[Proof]:
-    """The proofs of `simulate`, from a process in which Triton interprets."""
+@contextlib.contextmanager
+def _interpreted(names: Iterable[str]) -> Iterator[Callable[[], list[Proof]]]:
+    """Start a process in which Triton interprets, for the proofs of `simulate`; give the waiter."""
     command = [sys.executable, "-m", "dsv4_prologue.verify.simulate", *names]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return [Proof(**one) for one in json.loads(done.stdout)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+
+        def proofs() -> list[Proof]:
+            printed, _ = process.communicate()
+            if process.returncode:
+                raise subprocess.CalledProcessError(process.returncode, command)
+            return [Proof(**one) for one in json.loads(printed)]
+
+        yield proofs
+
+
+def _static(card: Card) -> list[Proof]:
+    """The proofs that run no program: launches, compilers, lanes, Ascend's middle end."""
+    found = launches.prove(card) + compilers.prove(card) + lanes.prove(card)
+    return found + (ascend.prove(card) if card.kernel == "vector_core" else [])
 
 
 def prove(names: list[str], on_proof: Callable[[Proof], None] | None = None) -> list[Proof]:
@@ -27,24 +43,18 @@ def prove(names: list[str], on_proof: Callable[[Proof], None] | None = None) -> 
     Raises ValueError for a name that is no card's. What needs Triton, where there is none, is
     "not provable here".
     """
-    from dsv4_prologue.verify import ascend, compilers, lanes, launches
-
     cards = [get_card(name) for name in names]
     if importlib.util.find_spec("triton") is None:
-        simulated = [
-            Proof(name, "numerics", "not provable here", "Triton is not installed")
-            for name in names
-        ]
-    else:
-        simulated = _interpreted(names)
-    found = []
-    for card in cards:
-        proofs = launches.prove(card)
-        proofs += [proof for proof in simulated if proof.card == card.name]
-        for module in (compilers, lanes, ascend):
-            proofs += module.prove(card)
-        for proof in proofs:
-            found.append(proof)
-            if on_proof is not None:
-                on_proof(proof)
+        absent = "Triton is not installed"
+        return [Proof(name, "all", "not provable here", absent) for name in names]
+    with _interpreted(names) as simulated:
+        static = {card.name: _static(card) for card in cards}
+        found = []
+        for proof in simulated():
+            static[proof.card].append(proof)
+        for name in names:
+            for proof in static[name]:
+                found.append(proof)
+                if on_proof is not None:
+                    on_proof(proof)
     return found
