@@ -266,7 +266,7 @@ def verify(
     Holds if nothing is refused.
     """
     _require("torch", INSTALLING)
-    from dsv4_prologue.measure.record import append
+    from dsv4_prologue.measure.record import append, kernel_hash
     from dsv4_prologue.verify.suite import prove
 
     names = list(card_names()) if card == "all" else [str(_known_card(card))]
@@ -275,7 +275,9 @@ def verify(
         proofs = prove(names, lambda _: progress.advance(task))
     values = [proof.to_dict() for proof in proofs]
     if record is not None:
-        append(record, [{"record": "proof", **value} for value in values], device="cpu")
+        sources = kernel_hash()
+        proved = [{"record": "proof", "kernel_hash": sources, **value} for value in values]
+        append(record, proved, device="cpu")
     if as_json:
         typer.echo(json.dumps(values, indent=2))
     else:
