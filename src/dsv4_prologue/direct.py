@@ -1,10 +1,17 @@
 """Launch again what Triton has launched before, with raw pointers and at the least host cost.
 
-Triton's own launch looks at every argument anew, some 20 us of Python at each call. Here the
-compiled kernel is kept under a key of all that its specialisation depends on, and launched through
-the very launcher that Triton would call. Only upstream's NVIDIA backend is known here. Launch
-hooks, unaligned tensors, a device that is not the current one, other vendors' builds and whatever
-else is not expected take Triton's own path.
+Triton's own launch looks at every argument anew, some 20 us of Python at each call, and our checks
+read every tensor's attributes, some 5 us. Eager decoding pays both in every layer. Two memories
+save them:
+
+* `launch` keeps compiled kernels under a key of all that their specialisation depends on, and
+  launches through the very launcher that Triton would call;
+* `repeat` keeps whole calls: tensors with the dtypes, devices, sizes and strides of a call that was
+  checked before (one comparison, by the guard that torch.compile has for it) need no other check
+  than that of their addresses.
+
+Only upstream's NVIDIA backend is known here. Launch hooks, unaligned tensors, a device that is not
+the current one, other vendors' builds and whatever else is not expected take the long way.
 """
 
 from __future__ import annotations
@@ -13,36 +20,48 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-_MAX_KEYS = 4096  # a stride that follows the token count makes a key a count
+_MAX_KEYS = 4096  # compiled kernels kept; a stride that follows the token count makes many
+_MAX_CALLS = 16  # calls kept: one a form and token count, and a step repeats its own in each layer
+
+#: torch's guard is no public name; these minor versions of torch were seen to have it as used here.
+_GUARD_VERSIONS = ("2.11", "2.12", "2.13")
 
 Key = tuple[Any, ...]
+_Guard: Any = None
+if ".".join(torch.__version__.split(".")[:2]) in _GUARD_VERSIONS:
+    _Guard = torch._C._dynamo.guards.TensorGuards
 
 
-class _Known(NamedTuple):
+class Kernel(NamedTuple):
     """A compiled kernel, ready to be launched."""
 
+    device: int
     run: Callable[..., None]
-    function: int
-    metadata: Any
+    head: tuple[Any, ...]  # what the launcher takes between the stream and the kernel's arguments
     strides_and_constants: tuple[Any, ...]
     runtime: Any  # Triton's knobs that hold the launch hooks
 
 
-_known: dict[Key, _Known] = {}
+class _Call(NamedTuple):
+    """A call that was checked and launched."""
+
+    same: Callable[..., bool]
+    form: tuple[int, tuple[Any, ...]]  # how many tensors, and the options
+    aliasing: tuple[int, int, bool]  # bytes that q and q_out reach, and whether they may coincide
+    programs: int
+    counts: tuple[Any, ...]
+    kernel: Kernel
 
 
-def launch(key: Key, programs: int, pointers: tuple[int, ...], counts: tuple[Any, ...]) -> bool:
-    """Launch the kernel kept under `key` on the current stream; False where Triton has to.
+_kernels: dict[Key, Kernel] = {}
+_calls: list[_Call] = []  # the last one first
 
-    `pointers` are those of the kernel's tensor arguments in its order, 0 for None, and `counts`
-    what follows them up to the strides.
-    """
-    known = _known.get(key)
-    if known is None:
-        return False
-    run, function, metadata, rest, runtime = known
-    device = key[0]
+
+def _start(kernel: Kernel, programs: int, pointers: tuple[int, ...], counts: Any) -> bool:
+    """Launch on the current stream; False where Triton has to."""
+    device, run, head, rest, runtime = kernel
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     if (
         getattr(enter, "calls", enter)
@@ -51,13 +70,23 @@ def launch(key: Key, programs: int, pointers: tuple[int, ...], counts: tuple[Any
     ):
         return False
     stream = torch._C._cuda_getCurrentRawStream(device)
-    run(
-        programs, 1, 1, stream, function, metadata, None, None, None, *pointers, *counts, *rest
-    )  # fmt: skip
+    run(programs, 1, 1, stream, *head, *pointers, *counts, *rest)
     return True
 
 
-def remember(key: Key, compiled: Any, arguments: Mapping[str, Any], fixed_from: str) -> None:
+def launch(key: Key, programs: int, pointers: tuple[int, ...], counts: tuple[Any, ...]) -> bool:
+    """Launch the kernel kept under `key` on the current stream; False where Triton has to.
+
+    `pointers` are those of the kernel's tensor arguments in its order, 0 for None, and `counts`
+    what follows them up to the strides.
+    """
+    kernel = _kernels.get(key)
+    return kernel is not None and _start(kernel, programs, pointers, counts)
+
+
+def remember(
+    key: Key, device: int, compiled: Any, arguments: Mapping[str, Any], fixed_from: str
+) -> None:
     """Keep a kernel that Triton just launched with these arguments, if it is one we can launch.
 
     The arguments are in the kernel's order; from `fixed_from` on they are the same for every call
@@ -66,10 +95,68 @@ def remember(key: Key, compiled: Any, arguments: Mapping[str, Any], fixed_from: 
     launcher: Any = getattr(compiled, "run", None)
     if type(launcher).__module__ != "triton.backends.nvidia.driver":
         return
-    from triton import knobs
+    import triton
 
-    if len(_known) >= _MAX_KEYS:
-        _known.clear()
     names = list(arguments)
     rest = tuple(arguments[name] for name in names[names.index(fixed_from) :])
-    _known[key] = _Known(launcher, compiled.function, compiled.packed_metadata, rest, knobs.runtime)
+    run: Callable[..., None] = launcher
+    head: tuple[Any, ...] = (compiled.function, compiled.packed_metadata, None, None, None)
+    # In these versions the launcher does nothing more, for a kernel without scratch memory.
+    plain = triton.__version__.startswith(("3.5.", "3.6."))
+    if plain and not (launcher.global_scratch_size or launcher.profile_scratch_size):
+        run = launcher.launch
+        modes = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
+        head = (head[0], *modes, *head[1:])
+    if len(_kernels) >= _MAX_KEYS:
+        _kernels.clear()
+    _kernels[key] = Kernel(device, run, head, rest, triton.knobs.runtime)
+
+
+def remember_call(
+    tensors: tuple[Tensor, ...],
+    options: tuple[Any, ...],
+    aliasing: tuple[int, int, bool],
+    key: Key,
+    programs: int,
+    counts: tuple[Any, ...],
+) -> None:
+    """Keep a call whose tensors were checked and whose kernel is kept under `key`."""
+    kernel = _kernels.get(key)
+    # The guard takes each tensor once, and knows a tensor by its object.
+    if _Guard is None or kernel is None or len(set(map(id, tensors))) < len(tensors):
+        return
+    guard = _Guard(
+        *tensors,
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+    )
+    form = (len(tensors), options)  # the guard takes only as many tensors as it was made for
+    _calls.insert(0, _Call(guard.check, form, aliasing, programs, counts, kernel))
+    del _calls[_MAX_CALLS:]
+
+
+def repeat(inputs: tuple[Any, ...], q_out: Tensor, options: tuple[Any, ...]) -> bool:
+    """Make a call as one before it was made; False where it has to be checked and planned.
+
+    `inputs` are q, kv, k_cache, slot_mapping, position_ids and cos_sin_cache; q_out may be q.
+    Nothing is written unless True is returned.
+    """
+    q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache = inputs
+    tensors = inputs if q_out is q else (*inputs, q_out)
+    form = (len(tensors), options)
+    for call in _calls:
+        same, kept, (reach, reach_out, may_coincide), programs, counts, kernel = call
+        if kept != form or not same(*tensors):
+            continue
+        at, kv_at, cache_at = q.data_ptr(), kv.data_ptr(), k_cache.data_ptr()
+        slots_at, positions_at = slot_mapping.data_ptr(), position_ids.data_ptr()
+        table_at, out_at = cos_sin_cache.data_ptr(), q_out.data_ptr()
+        if (at | kv_at | cache_at | slots_at | positions_at | table_at | out_at) % 16:
+            return False
+        apart = out_at >= at + reach or at >= out_at + reach_out
+        if not (apart or (at == out_at and may_coincide)):
+            return False
+        # The bf16 view of the cache lies where the cache does.
+        pointers = (at, out_at, kv_at, cache_at, cache_at, slots_at, positions_at, table_at, 0)
+        return _start(kernel, programs, pointers, counts)
+    return False

@@ -121,8 +121,12 @@ def run_prologue(
     cache_block_size: int,
     q_norm: bool,
     q_rope: bool,
+    repeatable: tuple[Any, ...] | None = None,
 ) -> None:
-    """Run a checked call. Launches nothing where there is nothing to do."""
+    """Run a checked call. Launches nothing where there is nothing to do.
+
+    `repeatable` are the options of a call that `direct.repeat` may make again, None if it may not.
+    """
     if plan.kernel == "torch":
         _compose(
             layout,
@@ -141,6 +145,9 @@ def run_prologue(
         return
 
     key: direct.Key | None = None
+    tensors: tuple[Any, ...] = (q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache)
+    if q_out is not q:
+        tensors += (q_out,)
     if position_ids.is_cuda and plan.kernel == "tiled" and _recorder.get() is None:
         q_at = q.data_ptr() if q is not None else 0
         out_at = q_out.data_ptr() if q_out is not None else 0
@@ -186,6 +193,8 @@ def run_prologue(
                 weight_at,
             )
             if direct.launch(key, programs, pointers, counts):
+                if repeatable is not None:
+                    _remember_call(layout, tensors, repeatable, key, programs, counts)
                 return
 
     out_strides = layout.out_strides or (heads_out * HEAD_DIM, HEAD_DIM)
@@ -234,7 +243,30 @@ def run_prologue(
         return
     compiled = _launch(plan.kernel, programs, arguments, options, position_ids.device)
     if key is not None:
-        direct.remember(key, compiled, arguments, fixed_from="q_token_stride")
+        direct.remember(key, key[0], compiled, arguments, fixed_from="q_token_stride")
+
+
+def _remember_call(
+    layout: Layout,
+    tensors: tuple[Tensor, ...],
+    options: tuple[Any, ...],
+    key: direct.Key,
+    programs: int,
+    counts: tuple[Any, ...],
+) -> None:
+    """Keep a call that was just launched, for `direct.repeat`."""
+    n, heads, heads_out = layout.num_tokens, layout.num_heads, layout.num_heads_out
+    out_strides = layout.out_strides or (heads_out * HEAD_DIM, HEAD_DIM)
+
+    def reach(heads: int, by_token: int, by_head: int) -> int:
+        return 2 * ((n - 1) * by_token + (heads - 1) * by_head + HEAD_DIM)
+
+    aliasing = (
+        reach(heads, *layout.q_strides[:2]),
+        reach(heads_out, *out_strides[:2]),
+        layout.q_strides[:2] == out_strides[:2],
+    )
+    direct.remember_call(tensors, options, aliasing, key, programs, counts)
 
 
 def _launch_in_chunks(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_prologue import launch
+from dsv4_prologue import direct, launch
 from dsv4_prologue.contract import (
     HEAD_DIM,
     Layout,
@@ -20,7 +20,7 @@ from dsv4_prologue.contract import (
     check_in_bounds,
     check_prologue,
 )
-from dsv4_prologue.selection import plan_for, select, use_launch
+from dsv4_prologue.selection import plan_for, plan_is_at_hand, select, use_launch
 
 _OPTIONS = (
     "float eps=1e-6, int cache_block_size=64, int? num_heads_out=None, bool q_norm=True, "
@@ -85,6 +85,21 @@ def _run(
     check_bounds: bool = False,
 ) -> Tensor | None:
     """Check, plan, launch. Returns q_out, made here if it was not given, or None without q."""
+    options = None
+    if (
+        q is not None
+        and kv is not None
+        and kv_norm_weight is None
+        and q_scale_inv is None
+        and cache_scale is None
+        and not check_bounds
+        and plan_is_at_hand()
+    ):
+        shape = (cache_block_size, num_heads_out)
+        options = (eps, shape, q_norm, q_rope, q_layout, cache_format, fp8_format)
+        inputs = (q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache)
+        if q_out is not None and direct.repeat(inputs, q_out, options):
+            return q_out
     layout = check_prologue(
         q,
         kv,
@@ -123,6 +138,7 @@ def _run(
         cache_block_size,
         q_norm,
         q_rope,
+        options,
     )
     return q_out
 

@@ -102,12 +102,17 @@ def _plan_at_hand(device: torch.device, num_tokens: int, num_heads: int) -> Plan
     return _plan(device, Problem(num_tokens, num_heads))
 
 
+def plan_is_at_hand() -> bool:
+    """Whether nothing was asked for by `use_card` or `use_launch`."""
+    return _card_name.get() is None and _launch.get() is None
+
+
 def plan_for(device: torch.device, num_tokens: int, num_heads: int) -> Plan:
     """What a call on this device runs, `use_card` and `use_launch` honoured.
 
     A card on CPU tensors is interpreted, and there its toolchain is taken to be at its floor.
     """
-    if _card_name.get() is None and _launch.get() is None:
+    if plan_is_at_hand():
         return _plan_at_hand(device, num_tokens, num_heads)
     return _plan(device, Problem(num_tokens, num_heads))
 

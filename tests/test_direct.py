@@ -1,0 +1,149 @@
+"""A call is repeated unchecked only if it is, to its last stride, one that was checked before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4_prologue import direct
+
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.skipif(direct._Guard is None, reason="this torch's guard is not known to us"),
+]
+
+KERNEL = direct.Kernel(0, lambda *_: None, (), (), None)
+OPTIONS = (1e-6, (4, None), True)
+Started = list[tuple[int, ...]]
+
+
+def good() -> dict[str, torch.Tensor]:
+    return {
+        "q": torch.zeros(5, 3, 512, dtype=torch.bfloat16),
+        "kv": torch.zeros(5, 512, dtype=torch.bfloat16),
+        "k_cache": torch.zeros(4, 2400, dtype=torch.uint8)[:, :2336],
+        "slot_mapping": torch.zeros(5, dtype=torch.int64),
+        "position_ids": torch.zeros(5, dtype=torch.int64),
+        "cos_sin_cache": torch.zeros(8, 64),
+        "q_out": torch.zeros(5, 3, 512, dtype=torch.bfloat16),
+    }
+
+
+def repeat(call: dict[str, Any], options: tuple[Any, ...] = OPTIONS) -> bool:
+    *inputs, q_out = call.values()
+    return direct.repeat(tuple(inputs), q_out, options)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
+    """Launches that would have been started, after a call in place and one into a buffer."""
+    seen: Started = []
+
+    def start(_kernel: object, _programs: int, pointers: tuple[int, ...], _counts: object) -> bool:
+        seen.append(pointers)
+        return True
+
+    monkeypatch.setattr(direct, "_start", start)
+    monkeypatch.setattr(direct, "_calls", [])
+    monkeypatch.setattr(direct, "_kernels", {("key",): KERNEL})
+    reach = 5 * 3 * 1024
+    *inputs, q_out = good().values()
+    for tensors in (inputs, [*inputs, q_out]):
+        direct.remember_call(tuple(tensors), OPTIONS, (reach, reach, True), ("key",), 7, (1, 2))
+    return seen
+
+
+def test_the_same_call_on_other_memory_is_repeated(started: Started) -> None:
+    call = good()
+    assert repeat(call)
+    at = {name: tensor.data_ptr() for name, tensor in call.items()}
+    (pointers,) = started
+    assert pointers == (
+        at["q"],
+        at["q_out"],
+        at["kv"],
+        at["k_cache"],
+        at["k_cache"],
+        at["slot_mapping"],
+        at["position_ids"],
+        at["cos_sin_cache"],
+        0,
+    )
+
+
+def test_in_place_is_repeated_in_place(started: Started) -> None:
+    call = good()
+    call["q_out"] = call["q"]
+    assert repeat(call)
+    assert started[0][0] == started[0][1] == call["q"].data_ptr()
+
+
+def one_row_apart() -> tuple[torch.Tensor, torch.Tensor]:
+    """A q and a q_out of the right strides that share all rows but one."""
+    flat = torch.zeros(16, 512, dtype=torch.bfloat16)
+    return flat[:-1].view(5, 3, 512), flat[1:].view(5, 3, 512)
+
+
+Change = Callable[[dict[str, torch.Tensor]], dict[str, Any]]
+CHANGES: dict[str, Change] = {
+    "q dtype": lambda c: {"q": c["q"].half()},
+    "q tokens": lambda c: {"q": c["q"][:4]},
+    "q heads": lambda c: {"q": c["q"][:, :2]},
+    "q strides": lambda c: {"q": c["q"].transpose(0, 1).contiguous().transpose(0, 1)},
+    "q grad": lambda c: {"q": c["q"].clone().requires_grad_()},
+    "q a list": lambda _: {"q": [1.0]},
+    "q a subclass": lambda c: {"q": torch.nn.Parameter(c["q"], requires_grad=False)},
+    "kv rows": lambda c: {"kv": c["kv"][:4]},
+    "kv rank": lambda c: {"kv": c["kv"][None]},
+    "kv device": lambda c: {"kv": c["kv"].to("meta")},
+    "cache pages": lambda c: {"k_cache": c["k_cache"][:3]},
+    "cache width": lambda c: {"k_cache": c["k_cache"][:, :2300]},
+    "cache dtype": lambda c: {"k_cache": c["k_cache"].view(torch.int8)},
+    "cache stride": lambda c: {"k_cache": c["k_cache"].contiguous()},
+    "slots dtype": lambda c: {"slot_mapping": c["slot_mapping"].int()},
+    "slots fewer": lambda c: {"slot_mapping": c["slot_mapping"][:4]},
+    "slots missing": lambda _: {"slot_mapping": None},
+    "positions dtype": lambda c: {"position_ids": c["position_ids"].int()},
+    "positions are the slots": lambda c: {"position_ids": c["slot_mapping"]},
+    "table rows": lambda c: {"cos_sin_cache": c["cos_sin_cache"][:7]},
+    "table dtype": lambda c: {"cos_sin_cache": c["cos_sin_cache"].bfloat16()},
+    "out heads": lambda c: {"q_out": torch.cat((c["q_out"], c["q_out"]), dim=1)},
+    "out dtype": lambda c: {"q_out": c["q_out"].float()},
+    "out overlaps q": lambda _: dict(zip(("q", "q_out"), one_row_apart(), strict=True)),
+    "unaligned": lambda _: {"kv": torch.zeros(5 * 512 + 1).bfloat16()[1:].view(5, 512)},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_any_other_call_is_not(started: Started, name: str) -> None:
+    call: dict[str, Any] = good()
+    call.update(CHANGES[name](call))
+    assert not repeat(call)
+    assert not started
+
+
+@pytest.mark.parametrize(
+    "options", [(1e-5, (4, None), True), (1e-6, (5, None), True), (1e-6, (4, 3), True), ()]
+)
+def test_other_options_are_not(started: Started, options: tuple[Any, ...]) -> None:
+    assert not repeat(good(), options)
+    assert not started
+
+
+def test_a_call_whose_kernel_is_not_known_is_not_kept(started: Started) -> None:
+    kept = len(direct._calls)
+    *inputs, _ = good().values()
+    direct.remember_call(tuple(inputs), OPTIONS, (0, 0, True), ("other",), 7, ())
+    assert len(direct._calls) == kept
+    assert not started
+
+
+def test_few_calls_are_kept(started: Started) -> None:
+    for n in range(40):
+        *inputs, _ = good().values()
+        direct.remember_call(tuple(inputs), (n,), (0, 0, True), ("key",), 7, ())
+    assert len(direct._calls) == direct._MAX_CALLS
+    assert not started
