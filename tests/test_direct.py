@@ -34,7 +34,7 @@ def good() -> dict[str, torch.Tensor]:
 
 def repeat(call: dict[str, Any], options: tuple[Any, ...] = OPTIONS) -> bool:
     *inputs, q_out = call.values()
-    return direct.repeat(tuple(inputs), q_out, options)
+    return direct.repeat(tuple(inputs), q_out, options) is not None
 
 
 @pytest.fixture
@@ -51,8 +51,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
     monkeypatch.setattr(direct, "_kernels", {("key",): KERNEL})
     reach = 5 * 3 * 1024
     *inputs, q_out = good().values()
-    for tensors in (inputs, [*inputs, q_out]):
-        direct.remember_call(tuple(tensors), OPTIONS, (reach, reach, True), ("key",), 7, (1, 2))
+    aliasing, shape = (reach, reach, True), (5, 3, 512)
+    for tensors, new in ((inputs, False), ([*inputs, q_out], False), (inputs, True)):
+        kept = (tuple(tensors), OPTIONS, aliasing, shape, new, ("key",), 7, (1, 2))
+        direct.remember_call(*kept)
     return seen
 
 
@@ -79,6 +81,14 @@ def test_in_place_is_repeated_in_place(started: Started) -> None:
     call["q_out"] = call["q"]
     assert repeat(call)
     assert started[0][0] == started[0][1] == call["q"].data_ptr()
+
+
+def test_a_new_output_is_made(started: Started) -> None:
+    *inputs, _ = good().values()
+    made = direct.repeat(tuple(inputs), None, OPTIONS)
+    assert made is not None
+    assert (list(made.shape), made.dtype) == ([5, 3, 512], torch.bfloat16)
+    assert started[0][1] == made.data_ptr()
 
 
 def one_row_apart() -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,7 +146,7 @@ def test_other_options_are_not(started: Started, options: tuple[Any, ...]) -> No
 def test_a_call_whose_kernel_is_not_known_is_not_kept(started: Started) -> None:
     kept = len(direct._calls)
     *inputs, _ = good().values()
-    direct.remember_call(tuple(inputs), OPTIONS, (0, 0, True), ("other",), 7, ())
+    direct.remember_call(tuple(inputs), OPTIONS, (0, 0, True), (), False, ("other",), 7, ())
     assert len(direct._calls) == kept
     assert not started
 
@@ -144,6 +154,6 @@ def test_a_call_whose_kernel_is_not_known_is_not_kept(started: Started) -> None:
 def test_few_calls_are_kept(started: Started) -> None:
     for n in range(40):
         *inputs, _ = good().values()
-        direct.remember_call(tuple(inputs), (n,), (0, 0, True), ("key",), 7, ())
+        direct.remember_call(tuple(inputs), (n,), (0, 0, True), (), False, ("key",), 7, ())
     assert len(direct._calls) == direct._MAX_CALLS
     assert not started

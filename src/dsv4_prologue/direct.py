@@ -48,8 +48,9 @@ class _Call(NamedTuple):
     """A call that was checked and launched."""
 
     same: Callable[..., bool]
-    form: tuple[int, tuple[Any, ...]]  # how many tensors, and the options
+    form: tuple[bool, int, tuple[Any, ...]]  # whether q_out is made, how many tensors, the options
     aliasing: tuple[int, int, bool]  # bytes that q and q_out reach, and whether they may coincide
+    out_shape: tuple[int, ...]
     programs: int
     counts: tuple[Any, ...]
     kernel: Kernel
@@ -116,11 +117,16 @@ def remember_call(
     tensors: tuple[Tensor, ...],
     options: tuple[Any, ...],
     aliasing: tuple[int, int, bool],
+    out_shape: tuple[int, ...],
+    new: bool,
     key: Key,
     programs: int,
     counts: tuple[Any, ...],
 ) -> None:
-    """Keep a call whose tensors were checked and whose kernel is kept under `key`."""
+    """Keep a call whose tensors were checked and whose kernel is kept under `key`.
+
+    `tensors` are the six inputs, and q_out unless it is q or was made by the call (`new`).
+    """
     kernel = _kernels.get(key)
     # The guard takes each tensor once, and knows a tensor by its object.
     if _Guard is None or kernel is None or len(set(map(id, tensors))) < len(tensors):
@@ -130,33 +136,39 @@ def remember_call(
         dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
         dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
     )
-    form = (len(tensors), options)  # the guard takes only as many tensors as it was made for
-    _calls.insert(0, _Call(guard.check, form, aliasing, programs, counts, kernel))
+    form = (new, len(tensors), options)  # the guard takes only as many tensors as it was made for
+    kept = _Call(guard.check, form, aliasing, out_shape, programs, counts, kernel)
+    _calls.insert(0, kept)
     del _calls[_MAX_CALLS:]
 
 
-def repeat(inputs: tuple[Any, ...], q_out: Tensor, options: tuple[Any, ...]) -> bool:
-    """Make a call as one before it was made; False where it has to be checked and planned.
+def repeat(
+    inputs: tuple[Any, ...], q_out: Tensor | None, options: tuple[Any, ...]
+) -> Tensor | None:
+    """Make a call as one before it was made; return its q_out, or None if it has to be checked.
 
-    `inputs` are q, kv, k_cache, slot_mapping, position_ids and cos_sin_cache; q_out may be q.
-    Nothing is written unless True is returned.
+    `inputs` are q, kv, k_cache, slot_mapping, position_ids and cos_sin_cache; q_out may be q, or
+    None to have it made. Nothing is written unless q_out is returned.
     """
     q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache = inputs
-    tensors = inputs if q_out is q else (*inputs, q_out)
-    form = (len(tensors), options)
+    new = q_out is None
+    tensors = inputs if new or q_out is q else (*inputs, q_out)
+    form = (new, len(tensors), options)
     for call in _calls:
-        same, kept, (reach, reach_out, may_coincide), programs, counts, kernel = call
+        same, kept, (reach, reach_out, may_coincide), out_shape, programs, counts, kernel = call
         if kept != form or not same(*tensors):
             continue
+        if q_out is None:
+            q_out = q.new_empty(out_shape)
         at, kv_at, cache_at = q.data_ptr(), kv.data_ptr(), k_cache.data_ptr()
         slots_at, positions_at = slot_mapping.data_ptr(), position_ids.data_ptr()
         table_at, out_at = cos_sin_cache.data_ptr(), q_out.data_ptr()
         if (at | kv_at | cache_at | slots_at | positions_at | table_at | out_at) % 16:
-            return False
+            return None
         apart = out_at >= at + reach or at >= out_at + reach_out
         if not (apart or (at == out_at and may_coincide)):
-            return False
+            return None
         # The bf16 view of the cache lies where the cache does.
         pointers = (at, out_at, kv_at, cache_at, cache_at, slots_at, positions_at, table_at, 0)
-        return _start(kernel, programs, pointers, counts)
-    return False
+        return q_out if _start(kernel, programs, pointers, counts) else None
+    return None

@@ -146,7 +146,7 @@ def run_prologue(
 
     key: direct.Key | None = None
     tensors: tuple[Any, ...] = (q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache)
-    if q_out is not q:
+    if q_out is not q and layout.out_strides:
         tensors += (q_out,)
     if position_ids.is_cuda and plan.kernel == "tiled" and _recorder.get() is None:
         q_at = q.data_ptr() if q is not None else 0
@@ -266,7 +266,8 @@ def _remember_call(
         reach(heads_out, *out_strides[:2]),
         layout.q_strides[:2] == out_strides[:2],
     )
-    direct.remember_call(tensors, options, aliasing, key, programs, counts)
+    out_shape, new = (n, heads_out, HEAD_DIM), not layout.out_strides
+    direct.remember_call(tensors, options, aliasing, out_shape, new, key, programs, counts)
 
 
 def _launch_in_chunks(

@@ -98,8 +98,9 @@ def _run(
         shape = (cache_block_size, num_heads_out)
         options = (eps, shape, q_norm, q_rope, q_layout, cache_format, fp8_format)
         inputs = (q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache)
-        if q_out is not None and direct.repeat(inputs, q_out, options):
-            return q_out
+        done = direct.repeat(inputs, q_out, options)
+        if done is not None:
+            return done
     layout = check_prologue(
         q,
         kv,
