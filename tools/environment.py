@@ -115,7 +115,7 @@ def isolated(purpose: str) -> Path:
     if purpose == "demo":
         wanted = ["torch", *requirements("dependencies", "demo")]
     else:
-        wanted = ["torch", "--editable", ".[demo,dev]"]
+        wanted = ["torch", "--editable", ".[bench,demo,dev]"]
     pip_install(python, "--constraint", str(CONSTRAINTS), *wanted)
     stamps[purpose].write_text(ready)
     return python

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from dsv4_prologue._version import __version__
 from dsv4_prologue.cards import card_names
+from dsv4_prologue.measure.report import report
 from dsv4_prologue.selection import CARD_VARIABLE, default_device, explain, select
 from dsv4_prologue.verify.proof import VERDICTS
 
@@ -266,7 +267,7 @@ def verify(
     Holds if nothing is refused.
     """
     _require("torch", INSTALLING)
-    from dsv4_prologue.measure.record import append, kernel_hash
+    from dsv4_prologue.measure.record import append, card_hash, kernel_hash
     from dsv4_prologue.verify.suite import prove
 
     names = list(card_names()) if card == "all" else [str(_known_card(card))]
@@ -276,7 +277,15 @@ def verify(
     values = [proof.to_dict() for proof in proofs]
     if record is not None:
         sources = kernel_hash()
-        proved = [{"record": "proof", "kernel_hash": sources, **value} for value in values]
+        proved = [
+            {
+                "record": "proof",
+                "kernel_hash": sources,
+                "card_hash": card_hash(value["card"]),
+                **value,
+            }
+            for value in values
+        ]
         append(record, proved, device="cpu")
     if as_json:
         typer.echo(json.dumps(values, indent=2))
@@ -328,6 +337,9 @@ def demo(
     if file is not None:
         text = file.read_text(encoding="utf-8")
     raise typer.Exit(demonstration.run(text=text, device=_present_device(device), as_json=as_json))
+
+
+app.command()(report)
 
 
 def main() -> None:

@@ -61,7 +61,7 @@ def find_environment() -> Path | None:
     named = os.environ.get(PYTHON_VARIABLE)
     if named:
         if not Path(named).exists():
-            raise NotHereError(f"{PYTHON_VARIABLE} names {named}, which does not exist")
+            raise NotHereError(f"{PYTHON_VARIABLE} names a file that does not exist")
         return Path(named)
     return next((p for folder in _folders() if (p := folder / "bin" / "python").exists()), None)
 
@@ -248,7 +248,7 @@ def lower(
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [""])[-1]
         if last.startswith(("ImportError", "ModuleNotFoundError")):
-            raise NotHereError(f"{python} does not have the compiler: {last}")
+            raise NotHereError(f"that Python does not have the compiler: {last}")
         raise RuntimeError(f"Ascend's compiler ended with {done.returncode}: {done.stderr}")
     return [read_lowering(result) for result in json.loads(done.stdout)]
 
