@@ -21,6 +21,7 @@ from rich.table import Table
 
 from dsv4_prologue._version import __version__
 from dsv4_prologue.cards import card_names
+from dsv4_prologue.measure.commands import bench, tune
 from dsv4_prologue.measure.report import report
 from dsv4_prologue.selection import CARD_VARIABLE, default_device, explain, select
 from dsv4_prologue.verify.proof import VERDICTS
@@ -339,7 +340,8 @@ def demo(
     raise typer.Exit(demonstration.run(text=text, device=_present_device(device), as_json=as_json))
 
 
-app.command()(report)
+for command in (bench, tune, report):
+    app.command()(command)
 
 
 def main() -> None:
