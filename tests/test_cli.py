@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import dsv4_prologue
-from dsv4_prologue import cli
+from dsv4_prologue import cli, selection
 from dsv4_prologue.cards import card_names
 
 pytestmark = pytest.mark.once
@@ -124,8 +124,9 @@ def test_info_names_the_card_and_why() -> None:
     assert "torch" in invoke("info").stdout
 
 
-def test_info_says_that_the_card_was_named() -> None:
+def test_info_says_that_the_card_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
+    monkeypatch.setattr(selection, "_NAMED", "unknown")  # what this process was started with
     values = json.loads(invoke("info", "--json", DSV4_PROLOGUE_CARD="unknown").stdout)
     assert values["card"] == "unknown"
     assert values["forced"]

@@ -166,7 +166,7 @@ def test_the_oracle_changes_nothing_and_loads_no_kernel() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)
     } | {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
-    assert imported == {"__future__", "torch", "dsv4_prologue.contract"}
+    assert imported == {"__future__", "functools", "torch", "dsv4_prologue.contract"}
 
 
 def test_reading_back_every_code_and_scale() -> None:

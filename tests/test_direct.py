@@ -143,6 +143,25 @@ def test_other_options_are_not(started: Started, options: tuple[Any, ...]) -> No
     assert not started
 
 
+def test_a_call_with_a_gradient_is_not_kept(started: Started) -> None:
+    kept = len(direct._calls)
+    *inputs, _ = good().values()
+    inputs[0].requires_grad_()
+    direct.remember_call(tuple(inputs), OPTIONS, (0, 0, True), (), False, ("key",), 7, ())
+    assert len(direct._calls) == kept
+    assert not started
+
+
+def test_a_call_is_kept_once(started: Started) -> None:
+    """However often its tensors lie where it cannot be repeated."""
+    kept = len(direct._calls)
+    for _ in range(5):
+        *inputs, _ = good().values()
+        direct.remember_call(tuple(inputs), OPTIONS, (0, 0, True), (), False, ("key",), 7, ())
+    assert len(direct._calls) == kept
+    assert not started
+
+
 def test_a_call_whose_kernel_is_not_known_is_not_kept(started: Started) -> None:
     kept = len(direct._calls)
     *inputs, _ = good().values()

@@ -61,7 +61,7 @@ Change = Any
 ROWS: list[tuple[str, Change, type[Exception], str, str, str]] = [
     ("q float16", lambda a: {"q": a["q"].half()}, TypeError, "q", "dtype bfloat16", "float16"),
     ("q float32", lambda a: {"q": a["q"].float()}, TypeError, "q", "dtype bfloat16", "float32"),
-    ("q a list", lambda a: {"q": [1.0]}, TypeError, "q", "bfloat16 tensor", "list"),
+    ("q a list", lambda a: {"q": [1.0]}, TypeError, "q", "bfloat16", "list"),
     ("q rank", lambda a: {"q": a["q"][0]}, ValueError, "q", "[N, H >= 1, 512]", "[3, 512]"),
     ("q head dim", lambda a: {"q": a["q"][..., :256]}, ValueError, "q", "512", "[5, 3, 256]"),
     (
@@ -170,7 +170,7 @@ ROWS: list[tuple[str, Change, type[Exception], str, str, str]] = [
         lambda _: {"cache_block_size": 0},
         ValueError,
         "cache_block_size",
-        "at least 1",
+        "1 to",
         "0",
     ),
     (
@@ -246,6 +246,28 @@ ROWS: list[tuple[str, Change, type[Exception], str, str, str]] = [
         "[32, 32]",
     ),
     ("eps", lambda _: {"eps": "small"}, TypeError, "eps", "float", "str"),
+    ("eps too large", lambda _: {"eps": 1e39}, ValueError, "eps", "f32 holds", "1e+39"),
+    ("eps nan", lambda _: {"eps": float("nan")}, ValueError, "eps", "f32 holds", "nan"),
+    (
+        "cache at an odd offset",
+        lambda a: {
+            "k_cache": torch.zeros(20000, dtype=torch.uint8, device=a["q"].device)[1:][
+                : PAGES * PAYLOAD
+            ].view(PAGES, PAYLOAD)
+        },
+        ValueError,
+        "k_cache",
+        "even address",
+        "0x",
+    ),
+    (
+        "q sparse",
+        lambda a: {"q": a["q"].float().to_sparse().to(torch.bfloat16)},
+        TypeError,
+        "q",
+        "strided tensor",
+        "sparse",
+    ),
     (
         "fewer heads out",
         lambda _: {"num_heads_out": H - 1, "q_out": None},
@@ -446,7 +468,11 @@ def test_error_names_argument_expected_and_got_and_writes_nothing(
     with torch.no_grad() if error is IndexError else torch.enable_grad():
         arguments.update(change(arguments))
         tensors = {k: t for k, t in arguments.items() if isinstance(t, torch.Tensor)}
-        before = {k: t.detach().clone() for k, t in tensors.items() if t.device.type != "meta"}
+        before = {
+            k: t.detach().clone()
+            for k, t in tensors.items()
+            if t.device.type != "meta" and t.layout is torch.strided
+        }
         with pytest.raises(error) as caught:
             function(**arguments)
     assert type(caught.value) is error
@@ -457,6 +483,58 @@ def test_error_names_argument_expected_and_got_and_writes_nothing(
     assert got in came
     for key, value in before.items():
         assert torch.equal(raw(tensors[key]), raw(value)), key
+
+
+@pytest.mark.parametrize("name", ["q_norm", "q_rope", "check_bounds"])
+def test_a_flag_is_a_bool(device: str, name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name}: expected a bool, got str"):
+        dsv4_prologue.prologue(**good(device), **{name: "no"})
+
+
+def test_rows_that_interleave_without_overlapping_are_fine(device: str) -> None:
+    arguments = good(device)
+    q_out = torch.empty(9 * 512, dtype=torch.bfloat16, device=device)
+    q_out = q_out.as_strided((3, 2, 512), (1024, 1536, 1))  # rows at 0, 1024, 1536, 2048, ...
+    arguments |= {name: arguments[name][:3] for name in ("kv", "slot_mapping", "position_ids")}
+    arguments |= {"q": arguments["q"][:3, :2], "q_out": None}
+    wanted = dsv4_prologue.prologue(**arguments)
+    arguments |= {"q_out": q_out, "k_cache": arguments["k_cache"].clone()}
+    assert torch.equal(dsv4_prologue.prologue(**arguments), wanted)  # type: ignore[arg-type]
+
+
+def test_one_page_may_have_any_stride(device: str) -> None:
+    arguments = good(device)
+    flat = torch.full((20000,), 0xA5, dtype=torch.uint8, device=device)
+    arguments["k_cache"] = flat.as_strided((1, PAYLOAD), (PAYLOAD + 1, 1))
+    arguments["slot_mapping"] = torch.tensor([3, 1, 0, -1, 2], device=device)
+    _, wanted = reference.prologue(**arguments)
+    dsv4_prologue.prologue(**arguments)
+    assert torch.equal(arguments["k_cache"], wanted)
+
+
+def test_inference_tensors_are_fine_anywhere(device: str) -> None:
+    with torch.inference_mode():
+        arguments = good(device)
+    expected, cache = reference.prologue(**arguments)
+    with torch.no_grad():
+        q_out = dsv4_prologue.prologue(**arguments)
+    assert q_out is not None
+    assert torch.equal(arguments["k_cache"], cache)
+    assert (q_out.float() - expected.float()).abs().max() < 0.1  # type: ignore[union-attr]
+
+
+def test_meta_tensors_give_sizes(device: str) -> None:
+    arguments = {
+        name: value.to("meta") if isinstance(value, torch.Tensor) else value
+        for name, value in good(device).items()
+    }
+    arguments["q_out"] = None
+    q_out = dsv4_prologue.prologue(**arguments, num_heads_out=7)
+    assert q_out is not None
+    assert (q_out.device.type, list(q_out.shape)) == ("meta", [N, 7, 512])
+    slots = torch.zeros(2, 3, dtype=torch.int64, device="meta")
+    rows = dsv4_prologue.gather_dequantize(arguments["k_cache"], slots, cache_block_size=BS)
+    assert list(rows.shape) == [2, 3, 512]
 
 
 def test_the_good_call_is_good(device: str) -> None:

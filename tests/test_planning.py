@@ -22,7 +22,6 @@ from dsv4_prologue import (
 )
 from dsv4_prologue.cards import Card, Match, Rule, Toolchain, card_names, get_card, match_card
 from dsv4_prologue.planning import DEFAULT_LAUNCH
-from dsv4_prologue.selection import CARD_VARIABLE
 
 pytestmark = pytest.mark.once
 
@@ -157,6 +156,7 @@ def test_cards_of_the_package() -> None:
         ("cuda", 80, "NVIDIA A100-SXM4-80GB", "nvidia-ampere"),
         ("cuda", 80, "A100-SXM4-40GB", "nvidia-ampere"),
         ("cuda", 86, "NVIDIA GeForce RTX 3090", "nvidia-ampere"),
+        ("cuda", 87, "Orin", "nvidia-ampere"),
         ("cuda", 89, "NVIDIA L4", "nvidia-ada"),
         ("cuda", 100, "NVIDIA B200", "nvidia-blackwell"),
         ("cuda", 120, "NVIDIA GeForce RTX 5090", "nvidia-blackwell"),
@@ -315,12 +315,12 @@ def test_the_variable_forces(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     # A process keeps to the variable it started with.
     monkeypatch.setattr(selection, "_plan_at_hand", selection._plan_at_hand.__wrapped__)
-    monkeypatch.setenv(CARD_VARIABLE, "unknown")
+    monkeypatch.setattr(selection, "_NAMED", "unknown")
     assert explain(1, 1).card == "unknown"
     assert explain(1, 1).forced
     with use_card("nvidia-hopper"):  # the nearer one wins
         assert explain(1, 1).card == "nvidia-hopper"
-    monkeypatch.setenv(CARD_VARIABLE, "tpu")
+    monkeypatch.setattr(selection, "_NAMED", "tpu")
     with pytest.raises(ValueError, match="card: expected one of"):
         explain(1, 1)
 

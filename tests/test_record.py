@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import subprocess
@@ -111,6 +112,14 @@ def test_append_and_read(tmp_path: Path, package: Path, monkeypatch: pytest.Monk
     assert run["command"] == "dsv4-prologue check --a 'b c' file"
     assert (run["commit"], run["dirty"]) == ("unknown", False)
     assert run["environment"] == environment("cpu")
+
+
+def test_a_packed_file_is_read_as_well(tmp_path: Path) -> None:
+    file = tmp_path / "day.jsonl"
+    append(file, [{"num_tokens": 1}], device="cpu")
+    packed = file.with_suffix(".jsonl.gz")
+    packed.write_bytes(gzip.compress(file.read_bytes()))
+    assert record.read(packed) == record.read(file)
 
 
 def test_a_record_without_a_run_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +24,7 @@ from dsv4_prologue._version import __version__
 from dsv4_prologue.cards import card_names
 from dsv4_prologue.measure.commands import bench, tune
 from dsv4_prologue.measure.report import report
-from dsv4_prologue.selection import CARD_VARIABLE, default_device, explain, select
+from dsv4_prologue.selection import CARD_VARIABLE, default_device, explain, interpreting, select
 from dsv4_prologue.verify.proof import VERDICTS
 
 if TYPE_CHECKING:
@@ -115,6 +116,12 @@ def options(
     ] = False,
 ) -> None:
     """Take the options that belong to no command."""
+    named = os.environ.get(CARD_VARIABLE)
+    if named:
+        try:
+            _known_card(named)
+        except typer.BadParameter as error:
+            raise typer.BadParameter(str(error), param_hint=CARD_VARIABLE) from error
 
 
 @app.command()
@@ -188,10 +195,20 @@ def check(
     listed as not verified, with the reason.
     """
     _require("torch", INSTALLING)
+    import torch
+
     from dsv4_prologue.measure.record import append
     from dsv4_prologue.verify import conformance
 
     device = _present_device(device) or default_device()
+    if (
+        device == "cpu"
+        and not interpreting()
+        and select(torch.device(device)).card.kernel != "torch"
+    ):
+        raise typer.BadParameter(
+            "a kernel card on CPU tensors needs TRITON_INTERPRET=1", param_hint=CARD_VARIABLE
+        )
     shapes = shapes or ("quick" if device == "cpu" else "all")
     try:
         total = sum(

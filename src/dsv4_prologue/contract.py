@@ -32,6 +32,7 @@ SCALE_NAN = 255  # E8M0's NaN: the scale byte of a group that is not finite
 CORE_NUM_TOKENS = (1, 4, 17, 64, 1024, 2048, 8192, 32768, 65536, 98304, 131072)
 CORE_NUM_HEADS = (64, 128)
 
+F32_MAX = torch.finfo(torch.float32).max
 _BF16 = (torch.bfloat16,)
 _UINT8 = (torch.uint8,)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -41,6 +42,8 @@ FP8_FORMATS = ("e4m3fn", "e4m3fnuz")
 Q_LAYOUTS = ("heads", "interleaved")
 #: Slots are divided by the page size in 32 bits.
 MAX_SLOTS = 2**31 - 1
+#: Offsets within a page are 32 bits wide, those of pages 64.
+MAX_BLOCK_SIZE = (2**31 - 1) // TOKEN_BYTES
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,12 @@ def _value(name: str, expected: str, got: object) -> NoReturn:
     raise ValueError(f"{name}: expected {expected}, got {got}")
 
 
+def _form(value: object) -> str:
+    """What a value is: its type, and a tensor's layout."""
+    layout = f" of layout {value.layout}" if isinstance(value, Tensor) else ""
+    return type(value).__name__ + layout
+
+
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
@@ -106,7 +115,7 @@ def _check_tensor(
     name: str, tensor: object, dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> None:
     if not isinstance(tensor, Tensor):
-        _kind(name, f"a {_names(dtypes)} tensor", type(tensor).__name__)
+        _kind(name, f"a tensor of {_names(dtypes)}", type(tensor).__name__)
     if tensor.dtype not in dtypes:
         _kind(name, f"dtype {_names(dtypes)}", str(tensor.dtype).removeprefix("torch."))
     if tensor.device != device:
@@ -140,6 +149,8 @@ def _check_tensor_at(
 
 def _check_rows(name: str, tensor: Tensor, shape: tuple[int | None, ...], form: str) -> None:
     """Check rank and sizes (None: any), and that the last dim is contiguous."""
+    if tensor.layout is not torch.strided:
+        _kind(name, "a strided tensor", _form(tensor))
     got = tuple(tensor.shape)
     if len(got) != len(shape) or any(w not in (None, g) for w, g in zip(shape, got, strict=True)):
         _value(name, f"shape {form}", list(got))
@@ -165,15 +176,15 @@ def check_block_size(cache_block_size: object) -> None:
     """Check the number of tokens a page."""
     if not isinstance(cache_block_size, int) or isinstance(cache_block_size, bool):
         _kind("cache_block_size", "an int (tokens a page)", type(cache_block_size).__name__)
-    if cache_block_size < 1:
-        _value("cache_block_size", "at least 1", cache_block_size)
+    if not 1 <= cache_block_size <= MAX_BLOCK_SIZE:
+        _value("cache_block_size", f"1 to {MAX_BLOCK_SIZE}", cache_block_size)
 
 
 def check_cache(
     k_cache: Tensor | None, cache_block_size: int, device: torch.device, where: int, addresses: bool
 ) -> tuple[int, int]:
     """Check a paged FP8 cache; return the slots it has, and its page stride in bytes."""
-    if type(cache_block_size) is not int or cache_block_size < 1:
+    if type(cache_block_size) is not int or not 1 <= cache_block_size <= MAX_BLOCK_SIZE:
         check_block_size(cache_block_size)
     _check_tensor_at("k_cache", k_cache, torch.uint8, _UINT8, device, where, False)
     assert k_cache is not None
@@ -190,8 +201,9 @@ def check_cache(
         _value("k_cache", f"an even page stride of at least {payload} bytes", page_stride)
     if pages * cache_block_size > MAX_SLOTS:
         _value("k_cache", f"at most {MAX_SLOTS} slots", pages * cache_block_size)
-    if addresses and k_cache.data_ptr() % 2:
-        _value("k_cache", "an even address", hex(k_cache.data_ptr()))
+    if addresses and (k_cache.data_ptr() % 2 or k_cache.storage_offset() % 2):
+        got = f"{k_cache.data_ptr():#x}, {k_cache.storage_offset()} bytes into its storage"
+        _value("k_cache", "an even address", got)
     return pages * cache_block_size, page_stride
 
 
@@ -241,18 +253,25 @@ def _check_output_rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> None
     head_major = (tokens <= 1 or by_token >= HEAD_DIM) and (
         heads <= 1 or by_head >= (tokens - 1) * by_token + HEAD_DIM
     )
-    if not (token_major or head_major):
+    if token_major or head_major:
+        return
+    rows = _row_starts(shape, strides)
+    if bool((rows.diff() < HEAD_DIM).any()):
         _value("q_out", "rows that do not overlap", f"strides {list(strides)}")
+
+
+def _row_starts(shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """Where the rows of a tensor [N, H, 512] start, in elements, in order; on the CPU."""
+    tokens = torch.arange(shape[0], device="cpu") * strides[0]
+    heads = torch.arange(shape[1], device="cpu") * strides[1]
+    return (tokens[:, None] + heads[None, :]).flatten().sort().values
 
 
 def _rows_overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two sets of 512-element rows share a byte; exact, for tensors whose spans meet."""
 
     def starts(t: Tensor) -> Tensor:
-        tokens = torch.arange(t.shape[0], device="cpu") * t.stride(0)
-        heads = torch.arange(t.shape[1], device="cpu") * t.stride(1)
-        rows = (tokens[:, None] + heads[None, :]).flatten().sort().values
-        return t.data_ptr() + rows * t.element_size()
+        return t.data_ptr() + _row_starts(t.shape, t.stride()) * t.element_size()
 
     row_bytes = HEAD_DIM * a.element_size()
     first, other = starts(a), starts(b)
@@ -325,6 +344,8 @@ def check_prologue(  # noqa: PLR0915 (the whole contract, written out for speed)
         _check_formats(q_layout, q_scale_inv, cache_format, cache_scale, fp8_format)
     if type(eps) is not float and not isinstance(eps, (int, float)):
         _kind("eps", "a float", type(eps).__name__)
+    if not abs(eps) <= F32_MAX:
+        _value("eps", "a number that f32 holds", eps)
     rows = q if q is not None else kv
     if rows is None:
         _value("q, kv", "at least one of them", "None for both")
@@ -426,6 +447,13 @@ def _check_q_out(
     if strides[1] < HEAD_DIM or strides[0] < shape[1] * strides[1]:
         _check_output_rows(shape, strides)
     return shape[1], strides
+
+
+def check_flags(**flags: object) -> None:
+    """Check that each is a bool."""
+    for name, flag in flags.items():
+        if type(flag) is not bool:
+            _kind(name, "a bool", type(flag).__name__)
 
 
 def check_in_bounds(

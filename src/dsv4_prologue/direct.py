@@ -1,8 +1,8 @@
 """Launch again what Triton has launched before, with raw pointers and at the least host cost.
 
-Triton's own launch looks at every argument anew, some 20 us of Python at each call, and our checks
-read every tensor's attributes, some 5 us. Eager decoding pays both in every layer. Two memories
-save them:
+Triton's own launch looks at every argument anew at each call, and our checks read every tensor's
+attributes. Eager decoding pays both in every layer, more than the kernel takes (`bench --mode host`
+tells how much). Two memories save them:
 
 * `launch` keeps compiled kernels under a key of all that their specialisation depends on, and
   launches through the very launcher that Triton would call;
@@ -57,7 +57,7 @@ class _Call(NamedTuple):
 
 
 _kernels: dict[Key, Kernel] = {}
-_calls: list[_Call] = []  # the last one first
+_calls: list[_Call] = []  # the one kept last comes first
 
 
 def _start(kernel: Kernel, programs: int, pointers: tuple[int, ...], counts: Any) -> bool:
@@ -98,13 +98,16 @@ def remember(
         return
     import triton
 
+    if not hasattr(triton, "knobs"):  # before 3.4
+        return
     names = list(arguments)
     rest = tuple(arguments[name] for name in names[names.index(fixed_from) :])
     run: Callable[..., None] = launcher
     head: tuple[Any, ...] = (compiled.function, compiled.packed_metadata, None, None, None)
-    # In these versions the launcher does nothing more, for a kernel without scratch memory.
-    plain = triton.__version__.startswith(("3.5.", "3.6."))
-    if plain and not (launcher.global_scratch_size or launcher.profile_scratch_size):
+    # In this version the launcher does nothing more, for a kernel without scratch memory.
+    if triton.__version__ == "3.6.0" and not (
+        launcher.global_scratch_size or launcher.profile_scratch_size
+    ):
         run = launcher.launch
         modes = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
         head = (head[0], *modes, *head[1:])
@@ -128,15 +131,20 @@ def remember_call(
     `tensors` are the six inputs, and q_out unless it is q or was made by the call (`new`).
     """
     kernel = _kernels.get(key)
-    # The guard takes each tensor once, and knows a tensor by its object.
+    # The guard takes each tensor once, and knows a tensor by its object. It compares whether a
+    # tensor requires a gradient, not whether gradients are on.
     if _Guard is None or kernel is None or len(set(map(id, tensors))) < len(tensors):
         return
+    if any(tensor.requires_grad for tensor in tensors):
+        return
+    form = (new, len(tensors), options)  # the guard takes only as many tensors as it was made for
+    if any(call.form == form and call.same(*tensors) for call in _calls):
+        return  # kept, and not repeated for where its tensors lie
     guard = _Guard(
         *tensors,
         dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
         dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
     )
-    form = (new, len(tensors), options)  # the guard takes only as many tensors as it was made for
     kept = _Call(guard.check, form, aliasing, out_shape, programs, counts, kernel)
     _calls.insert(0, kept)
     del _calls[_MAX_CALLS:]

@@ -51,6 +51,11 @@ def record_launches() -> Iterator[list[Launched]]:
         _recorder.reset(token)
 
 
+def recording() -> bool:
+    """Whether launches are recorded, not made."""
+    return _recorder.get() is not None
+
+
 @functools.cache
 def _kernel(name: str) -> Any:
     """The Triton kernel of that name; loads Triton when the first one is asked for."""
@@ -94,7 +99,7 @@ def _launch(
 
 def _as_bf16(k_cache: Tensor) -> Tensor:
     """The cache's bytes as bf16 elements of the same pages: the kernels cast no pointer."""
-    pages, page_stride = k_cache.shape[0], k_cache.stride(0)
+    pages, page_stride = k_cache.shape[0], k_cache.stride(0) // 2 * 2  # odd only of a single page
     width = k_cache[0].numel() // 2 * 2 if pages else 0
     return k_cache.as_strided((pages, width), (page_stride, 1)).view(torch.bfloat16)
 
@@ -128,14 +133,9 @@ def run_prologue(
     `repeatable` are the options of a call that `direct.repeat` may make again, None if it may not.
     """
     if plan.kernel == "torch":
-        _compose(
-            layout,
-            (q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, q_out, kv_norm_weight),
-            eps,
-            cache_block_size,
-            q_norm,
-            q_rope,
-        )
+        operands = (q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, q_out)
+        with torch.inference_mode():  # as a kernel, it may change an inference tensor anywhere
+            _compose(layout, (*operands, kv_norm_weight), eps, cache_block_size, q_norm, q_rope)
         return
     num_tokens, num_heads, heads_out, num_slots, capacity, *_ = layout
     launch = plan.launch
@@ -148,7 +148,7 @@ def run_prologue(
     tensors: tuple[Any, ...] = (q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache)
     if q_out is not q and layout.out_strides:
         tensors += (q_out,)
-    if position_ids.is_cuda and plan.kernel == "tiled" and _recorder.get() is None:
+    if position_ids.is_cuda and plan.kernel == "tiled" and not recording():
         q_at = q.data_ptr() if q is not None else 0
         out_at = q_out.data_ptr() if q_out is not None else 0
         kv_at = kv.data_ptr() if kv is not None else 0
@@ -178,6 +178,7 @@ def run_prologue(
                 launch.num_stages,
                 launch.dependent,
                 plan.fp8_cast,
+                plan.card,
             )
             counts = (eps, num_tokens, num_slots, capacity, cos_sin_cache.shape[0], kv_programs)
             # The bf16 view of the cache lies where the cache does.
@@ -332,21 +333,22 @@ def run_gather(
             k_cache, slots, out, cache_block_size=cache_block_size, capacity=capacity
         )
         return
-    num_rows = slots.numel()
-    if not num_rows:
-        return
-    page_stride = k_cache.stride(0)
-    arguments = {
-        "out_ptr": out.view(num_rows, HEAD_DIM),
-        "cache_ptr": k_cache,
-        "cache_bf16_ptr": _as_bf16(k_cache),
-        "slot_ptr": slots,
-        "num_rows": num_rows,
-        "capacity": capacity,
-        "page_stride": page_stride,
-        "page_stride_bf16": page_stride // 2,
-        "PAGE_TOKENS": cache_block_size,
-        "ROWS": GATHER_ROWS,
-    }
-    programs = -(-num_rows // GATHER_ROWS)
-    _launch("gather", programs, arguments, _options(plan, GATHER_WARPS, 1), slots.device)
+    num_rows, page_stride = slots.numel(), k_cache.stride(0)
+    limits = get_card(plan.card).limits
+    step = max(1, num_rows) if limits is None else limits.chunk * GATHER_ROWS
+    for first in range(0, num_rows, step):
+        part = slots[first : first + step]
+        arguments = {
+            "out_ptr": out[first : first + step],
+            "cache_ptr": k_cache,
+            "cache_bf16_ptr": _as_bf16(k_cache),
+            "slot_ptr": part,
+            "num_rows": part.numel(),
+            "capacity": capacity,
+            "page_stride": page_stride,
+            "page_stride_bf16": page_stride // 2,
+            "PAGE_TOKENS": cache_block_size,
+            "ROWS": GATHER_ROWS,
+        }
+        programs = -(-part.numel() // GATHER_ROWS)
+        _launch("gather", programs, arguments, _options(plan, GATHER_WARPS, 1), slots.device)

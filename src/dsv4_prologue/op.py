@@ -16,6 +16,7 @@ from dsv4_prologue import direct, launch
 from dsv4_prologue.contract import (
     HEAD_DIM,
     Layout,
+    check_flags,
     check_gather,
     check_in_bounds,
     check_prologue,
@@ -87,16 +88,28 @@ def _run(
     """Check, plan, launch. Returns q_out, made here if it was not given, or None without q."""
     options = None
     if (
-        q is not None
+        type(eps) is float
+        and type(cache_block_size) is int
+        and type(q_norm) is type(q_rope) is type(check_bounds) is bool
+        and q is not None
         and kv is not None
         and kv_norm_weight is None
         and q_scale_inv is None
         and cache_scale is None
         and not check_bounds
         and plan_is_at_hand()
+        and not launch.recording()
     ):
-        shape = (cache_block_size, num_heads_out)
-        options = (eps, shape, q_norm, q_rope, q_layout, cache_format, fp8_format)
+        options = (
+            eps,
+            cache_block_size,
+            num_heads_out,
+            q_norm,
+            q_rope,
+            q_layout,
+            cache_format,
+            fp8_format,
+        )
         inputs = (q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache)
         done = direct.repeat(inputs, q_out, options)
         if done is not None:
@@ -119,11 +132,14 @@ def _run(
         cache_scale,
         fp8_format,
     )
+    check_flags(q_norm=q_norm, q_rope=q_rope, check_bounds=check_bounds)
     if check_bounds:
         check_in_bounds(slot_mapping, layout.capacity, position_ids, cos_sin_cache.shape[0])
-    plan = plan_for(position_ids.device, layout.num_tokens, layout.num_heads_out)
     if q is not None and q_out is None:
         q_out = _new_q_out(q, layout)
+    if position_ids.is_meta:  # sizes without memory: nothing to compute
+        return q_out
+    plan = plan_for(position_ids.device, layout.num_tokens, layout.num_heads_out)
     launch.run_prologue(
         plan,
         layout,
@@ -285,6 +301,8 @@ def _gather(k_cache: Tensor, slots: Tensor, out: Tensor | None, **options: Any) 
     capacity = check_gather(k_cache, slots, out=out, **options)
     if out is None:
         out = k_cache.new_empty((*slots.shape, HEAD_DIM), dtype=torch.bfloat16)
+    if slots.is_meta:
+        return out
     block_size = options.get("cache_block_size", 64)
     plan = plan_for(slots.device, slots.numel(), 0)
     launch.run_gather(
@@ -426,7 +444,8 @@ def warmup(
     """Compile what later calls of this form need, so that none compiles inside a graph capture.
 
     Every launch the card may choose is run once on one token whose slot is negative, so that
-    nothing is written outside buffers made here. Covers contiguous, 16-byte aligned tensors.
+    nothing is written outside buffers made here; and the reader. Covers contiguous, 16-byte aligned
+    tensors.
 
     Args:
         num_heads, num_heads_out, cache_block_size, q_norm, q_rope: as later calls have them.
@@ -446,7 +465,9 @@ def warmup(
     payload = PageLayout(cache_block_size).payload_bytes
     stride = page_stride if page_stride is not None else -(-payload // 576) * 576
     zeros = torch.zeros(1, dtype=index_dtype, device=where)
-    q = torch.zeros(1, num_heads, HEAD_DIM, dtype=torch.bfloat16, device=where)
+    heads_out = num_heads if num_heads_out is None else num_heads_out
+    whole = torch.zeros(1, heads_out, HEAD_DIM, dtype=torch.bfloat16, device=where)
+    q = whole[:, :num_heads] if in_place else whole.new_zeros(1, num_heads, HEAD_DIM)
     kv = torch.zeros(1, HEAD_DIM, dtype=torch.bfloat16, device=where)
     cache = torch.zeros(1, stride, dtype=torch.uint8, device=where)
     weight = None
@@ -462,10 +483,12 @@ def warmup(
                 None if q_only else zeros - 1,
                 zeros,
                 torch.zeros(1, 64, dtype=table_dtype, device=where),
-                q_out=q if in_place and not kv_only else None,
+                q_out=whole if in_place and not kv_only else None,
                 num_heads_out=None if in_place or kv_only else num_heads_out,
                 cache_block_size=cache_block_size,
                 kv_norm_weight=weight,
                 q_norm=q_norm,
                 q_rope=q_rope,
             )
+    if not q_only:
+        gather_dequantize(cache[:, :payload], zeros - 1, cache_block_size=cache_block_size)

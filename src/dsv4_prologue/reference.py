@@ -6,6 +6,8 @@ that cannot hold it for a shape cannot verify that shape. Everything else is com
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -53,13 +55,21 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
 
+@functools.cache
+def _has_e4m3(device_type: str) -> bool:
+    """Whether a kind of device casts to E4M3; asked of one element."""
+    try:
+        torch.zeros(1, device=device_type).to(torch.float8_e4m3fn)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
 def encode_e4m3(x: Tensor) -> Tensor:
     """f32 -> E4M3 bit patterns (uint8), to nearest even, saturating at 448; NaN -> 0x7F."""
     clamped = x.clamp(-FP8_MAX, FP8_MAX)  # some builds' cast saturates, others' gives NaN
-    try:
-        code = clamped.to(torch.float8_e4m3fn).view(torch.uint8)
-    except (RuntimeError, TypeError):  # this device has no such cast
-        code = clamped.cpu().to(torch.float8_e4m3fn).view(torch.uint8).to(x.device)
+    where = x.device if _has_e4m3(x.device.type) else "cpu"
+    code = clamped.to(where).to(torch.float8_e4m3fn).view(torch.uint8).to(x.device)
     return torch.where(x.isnan(), 0x7F, code)
 
 

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from dsv4_prologue.cards import Card, get_card, match_card
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 CARD_VARIABLE = "DSV4_PROLOGUE_CARD"
+_NAMED = os.environ.get(CARD_VARIABLE)  # a process keeps to the card it was started with
 
 _log = logging.getLogger("dsv4_prologue")
 _card_name: ContextVar[str | None] = ContextVar("dsv4_prologue_card", default=None)
@@ -65,8 +67,10 @@ def _recognise(device_type: str, index: int) -> Card:
     import torch
     from triton.runtime import driver
 
-    target = driver.active.get_current_target()
-    name = torch.get_device_module(device_type).get_device_name(index)
+    module = torch.get_device_module(device_type)
+    with module.device(index):
+        target = driver.active.get_current_target()
+    name = module.get_device_name(index)
     card = match_card(target.backend, target.arch, name)
     if card.name == "unknown":
         _log.warning(
@@ -80,12 +84,17 @@ def _recognise(device_type: str, index: int) -> Card:
 
 def select(device: torch.device) -> Selection:
     """The card for a device. Raises ValueError if two match, or a forced name is unknown."""
-    name = _card_name.get() or os.environ.get(CARD_VARIABLE)
+    name = _card_name.get() or _NAMED
     if name:
         return Selection(get_card(name), True)
     if device.type == "cpu":
         return Selection(get_card("interpreter" if interpreting() else "cpu"), False)
-    return Selection(_recognise(device.type, device.index or 0), False)
+    index = device.index
+    if index is None:
+        import torch
+
+        index = torch.get_device_module(device).current_device()
+    return Selection(_recognise(device.type, index), False)
 
 
 def _plan(device: torch.device, problem: Problem) -> Plan:
@@ -93,7 +102,19 @@ def _plan(device: torch.device, problem: Problem) -> Plan:
     floor = None
     if card.toolchain is not None and device.type != "cpu":
         floor = at_hand(card.toolchain)
-    return plan(card, problem, launch=_launch.get(), forced=forced, floor=floor)
+    made = plan(card, problem, launch=_launch.get(), forced=forced, floor=floor)
+    if made.launch.dependent != "no" and device.type != "cpu" and not _launches_dependently():
+        launch = replace(made.launch, dependent="no")
+        made = replace(made, launch=launch, reason=f"{made.reason} (this Triton has none of that)")
+    return made
+
+
+@functools.cache
+def _launches_dependently() -> bool:
+    """Whether this Triton has the waits of a dependent launch, as upstream has from 3.4 on."""
+    import triton.language as tl
+
+    return hasattr(getattr(tl.extra, "cuda", None), "gdc_wait")
 
 
 @functools.lru_cache(maxsize=1 << 16)

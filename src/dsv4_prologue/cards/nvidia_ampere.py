@@ -6,7 +6,9 @@ CARD = Card(
     name="nvidia-ampere",
     title="NVIDIA Ampere",
     # Other vendors' cards report cuda:80 too, under names of their own.
-    match=Match(("cuda",), ("80", "86", "87"), r"NVIDIA|GeForce|RTX|\bA(2|10|16|30|40|100|800)\b"),
+    match=Match(
+        ("cuda",), ("80", "86", "87"), r"NVIDIA|GeForce|RTX|\bA(2|10|16|30|40|100|800)\b|\bOrin\b"
+    ),
     lanes=32,
     kernel="tiled",
     fp8_cast="integer",  # Triton refuses fp8e4nv below sm_89

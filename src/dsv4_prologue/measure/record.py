@@ -6,6 +6,7 @@ which command the lines that follow it were made; `read` puts the two together a
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import importlib.util
 import json
@@ -29,6 +30,9 @@ SCHEMA_VERSION = 1
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 #: The commit, where the package is installed and no work tree tells it.
 COMMIT_VARIABLE = "DSV4_PROLOGUE_COMMIT"
+
+#: The numbers of a kernel's release; what follows them names a machine's build.
+_KERNEL_RELEASE = re.compile(r"[\d.]*")
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -127,14 +131,14 @@ def environment(device: str | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "host_cpu": cpu,
         "host_cores": os.cpu_count(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {_KERNEL_RELEASE.match(platform.release())[0]}",  # type: ignore[index]
     }
 
 
 def _command() -> str:
     """The command line, its program and its files by name only."""
     program, *arguments = sys.argv
-    short = [Path(one).name if Path(one).is_absolute() else one for one in arguments]
+    short = [re.sub(r"(^|=)/\S*/", r"\1", one) for one in arguments]
     return shlex.join([Path(program).name, *short])
 
 
@@ -157,10 +161,15 @@ def append(
 
 
 def read(path: Path | str) -> list[dict[str, Any]]:
-    """The records of a file, each with its run under `run`; ValueError for one without a run."""
+    """The records of a file (gzipped or not), each with its run under `run`.
+
+    Raises ValueError for a record without a run.
+    """
     run: dict[str, Any] | None = None
     found = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
+    packed = Path(path).read_bytes()
+    text = (gzip.decompress(packed) if Path(path).suffix == ".gz" else packed).decode()
+    for line in text.splitlines():
         one = json.loads(line)
         if one.get("record") == "run":
             run = one

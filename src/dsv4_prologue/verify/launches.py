@@ -9,7 +9,7 @@ import torch
 from dsv4_prologue.cards import Card
 from dsv4_prologue.launch import Launched, record_launches
 from dsv4_prologue.op import prologue
-from dsv4_prologue.planning import Launch
+from dsv4_prologue.planning import Launch, Problem, plan
 from dsv4_prologue.selection import use_card, use_launch
 from dsv4_prologue.verify.proof import Proof
 
@@ -64,7 +64,13 @@ def _faults(card: Card, launch: Launch, size: tuple[int, int]) -> Iterator[str]:
     if launches:
         tile = launches[0].arguments
         seen = Launch(tile.get("TOKENS", 1), tile["HEADS_PER_TILE"], launch.num_warps)
-        wanted = expected_programs(seen, *size)
+        planned = plan(card, Problem(*size), launch=launch).launch
+        if (seen.tokens_per_tile, seen.heads_per_tile) != (
+            planned.tokens_per_tile,
+            planned.heads_per_tile,
+        ):
+            yield f"{size}: the tile {seen}, planned {planned}"
+        wanted = expected_programs(planned, *size)
         if not wanted <= first < wanted + multiple:
             yield f"{size}: {first} programs for {wanted} with work"
     elif size[0]:
