@@ -122,7 +122,7 @@ def _order(card: Card) -> Proof:
             faults += _same_in_any_order(card, launch, in_place, on_card)
     reason = "shuffled in place and out of place; program 0 up to 7 times more out of place"
     if card.limits is not None:
-        reason += f", and in place as {card.limits.multiple_of} cores repeat it"
+        reason += f", and in place where grids are multiples of {card.limits.multiple_of}"
     verdict: Verdict = "refused" if faults else "proved"
     return Proof(card.name, "order of programs", verdict, "; ".join(faults) or reason)
 
