@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import dsv4_prologue
 from dsv4_prologue import direct
 
 pytestmark = [
@@ -168,6 +169,18 @@ def test_a_call_whose_kernel_is_not_known_is_not_kept(started: Started) -> None:
     direct.remember_call(tuple(inputs), OPTIONS, (0, 0, True), (), False, ("other",), 7, ())
     assert len(direct._calls) == kept
     assert not started
+
+
+def test_both_functions_name_a_usual_call_alike(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(direct, "repeat", lambda *call: asked.append(call[2]))
+    call = {name: tensor.to(device) for name, tensor in good().items() if name != "q_out"}
+    call |= {"slot_mapping": call["slot_mapping"] - 1}
+    dsv4_prologue.prologue(**call, q_out=call["q"], cache_block_size=4)
+    dsv4_prologue.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(*call.values(), 1e-6, 4)
+    assert len(set(asked)) == 1
 
 
 def test_few_calls_are_kept(started: Started) -> None:

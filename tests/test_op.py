@@ -268,6 +268,18 @@ def test_reading_nothing(device: str) -> None:
     assert dsv4_prologue.gather_dequantize(cache, slots).shape == (0, 2, 512)
 
 
+@pytest.mark.usefixtures("kernels")
+def test_arguments_come_in_the_kernels_order(device: str) -> None:
+    """A launch by `direct` passes them without their names."""
+    from dsv4_prologue import launch
+
+    case = build_case(3, 2, device=device)
+    with use_card("unknown"), launch.record_launches() as launches:
+        dsv4_prologue.prologue(**case.arguments())
+    (one,) = launches
+    assert list(one.arguments) == launch._kernel("tiled").arg_names
+
+
 def test_warmup_runs(device: str) -> None:
     dsv4_prologue.warmup(4, device=device)
     dsv4_prologue.warmup(

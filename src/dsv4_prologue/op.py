@@ -60,6 +60,15 @@ def _traced(rows: object) -> bool:
     return (type(rows) is not Tensor and isinstance(rows, Tensor)) or torch.compiler.is_compiling()
 
 
+#: The options behind eps and the page size in a call that says no more.
+_USUAL = (None, True, True, "heads", None, None)
+
+
+def _repeatable() -> bool:
+    """Whether a call may be one like before: nothing was asked for round it."""
+    return plan_is_at_hand() and not launch.recording()
+
+
 def _new_q_out(q: Tensor, layout: Layout) -> Tensor:
     return q.new_empty((layout.num_tokens, layout.num_heads_out, HEAD_DIM))
 
@@ -97,8 +106,7 @@ def _run(
         and q_scale_inv is None
         and cache_scale is None
         and not check_bounds
-        and plan_is_at_hand()
-        and not launch.recording()
+        and _repeatable()
     ):
         options = (
             eps,
@@ -278,8 +286,12 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
         _ops.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
             q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, eps, cache_block_size
         )
-    else:
-        _fused(q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, eps, cache_block_size)
+        return
+    if type(eps) is float and type(cache_block_size) is int and _repeatable():
+        inputs = (q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache)
+        if direct.repeat(inputs, q, (eps, cache_block_size, *_USUAL)) is not None:
+            return
+    _fused(q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, eps, cache_block_size)
 
 
 def _fused(
