@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_op
 import torch
+from test_op import check
 
 import dsv4_prologue
 from dsv4_prologue import Launch, launch, reference, use_card, use_launch
@@ -18,7 +20,7 @@ from dsv4_prologue.cards.card import Limits
 from dsv4_prologue.selection import interpreting
 from dsv4_prologue.verify.ascend import vector_core_order
 from dsv4_prologue.verify.compare import compare
-from dsv4_prologue.verify.inputs import Case, Variant, build_case, canary_violations
+from dsv4_prologue.verify.inputs import Variant, build_case, canary_violations
 
 if not interpreting():
     pytest.skip(
@@ -46,44 +48,12 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None
         yield limit
 
 
-def check(case: Case) -> None:
-    """Run one call and hold it to the contract: bytes, limits, canaries, inputs."""
-    expected = reference.prologue(**case.arguments())
-    result = compare(case, dsv4_prologue.prologue(**case.arguments()), expected)
-    assert result.ok, result.reason
-    assert not canary_violations(case)
-
-
+#: With six heads: two more make eight, a tile of eight; three more nine, tiles of one.
 VARIANTS = {
-    "new": Variant(),
-    "in place": Variant(out="in place"),
-    "in place, padded heads": Variant(out="in place", pad_heads=2, q_form="padded"),
-    "buffer": Variant(out="buffer", pad_heads=2),
-    "head-major": Variant(q_form="head-major", out="buffer", out_form="head-major"),
-    "unaligned": Variant(q_form="unaligned", out="buffer", out_form="unaligned", kv_padding=3),
-    "padded heads, one a program": Variant(pad_heads=3),
-    "q only": Variant(kv=False),
-    "kv only": Variant(q=False),
-    "no norm": Variant(q_norm=False),
-    "no rope": Variant(q_rope=False),
-    "no norm, no rope, in place": Variant(q_norm=False, q_rope=False, out="in place"),
+    **test_op.VARIANTS,
+    "in place, eight heads out": Variant(out="in place", pad_heads=2, q_form="padded"),
     "no norm, padded heads": Variant(q_norm=False, pad_heads=2, not_finite=True),
-    "kv norm bf16": Variant(kv_norm_weight=torch.bfloat16),
-    "kv norm f32": Variant(kv_norm_weight=torch.float32),
-    "int32": Variant(index_dtype=torch.int32),
-    "bf16 table": Variant(table_dtype=torch.bfloat16),
-    "small pages": Variant(cache_block_size=4, page_padding=6),
-    "odd pages": Variant(cache_block_size=3, page_padding=0),
-    "pages of one": Variant(cache_block_size=1, page_padding=2),
-    "3-d cache": Variant(cache_form="3d", page_padding=0),
-    "wide cache": Variant(cache_form="wide", page_padding=1000),
-    "packed, shifted": Variant(page_padding=112320, cache_shift=2, num_pages=3),
-    "short": Variant(short=True),
-    "M = 0": Variant(num_slots=0),
-    "M = 1": Variant(num_slots=1),
-    "not finite": Variant(not_finite=True),
-    "not finite, in place": Variant(not_finite=True, out="in place"),
-    "eps 0": Variant(eps=0.0, pad_heads=2),
+    "eps 0, padded heads": Variant(eps=0.0, pad_heads=2),
 }
 
 
