@@ -124,6 +124,20 @@ def test_info_names_the_card_and_why() -> None:
     assert "torch" in invoke("info").stdout
 
 
+def test_explain_takes_a_toolchain() -> None:
+    asked = ("explain", "--num-tokens", "512", "--num-heads", "64", "--json")
+    s5000 = (*asked, "--card", "mthreads-s5000")
+    below = json.loads(invoke(*s5000, "--toolchain", "0.6.0+mthreads3.6").stdout)
+    assert (below["tokens_per_tile"], below["num_warps"]) == (1, 1)
+    assert "is below 0.6.1+mthreads3.6" in below["reason"]
+    at = json.loads(invoke(*s5000, "--toolchain", "0.6.1+mthreads3.6").stdout)
+    assert (at["tokens_per_tile"], at["num_warps"]) == (4, 4)
+    assumed = json.loads(invoke(*s5000).stdout)
+    assert "is taken to be there" in assumed["reason"]
+    assert invoke(*s5000, "--toolchain", "new").exit_code == 2
+    assert invoke(*asked, "--card", "metax-c550", "--toolchain", "0.6.1").exit_code == 2
+
+
 def test_info_says_that_the_card_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     monkeypatch.setattr(selection, "_NAMED", "unknown")  # what this process was started with

@@ -159,12 +159,22 @@ def explain_command(
     num_tokens: Annotated[int, typer.Option(min=0, help="Rows of q and kv.")],
     num_heads: Annotated[int, typer.Option(min=0, help="Query heads; 0 without q.")],
     card: CardOption = None,
+    toolchain: Annotated[
+        str | None,
+        typer.Option(
+            metavar="VERSION",
+            help="Of the card's toolchain, where it has a floor; without it, taken to be there.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show which kernel and which launch a call of this size gets, and why. Runs nothing."""
     if card is None:
         _require("torch", f"or name a card: --card {'|'.join(card_names())}")
-    plan = explain(num_tokens, num_heads, card=card)
+    try:
+        plan = explain(num_tokens, num_heads, card=card, toolchain=toolchain)
+    except ValueError as error:  # of the toolchain: the rest was checked
+        raise typer.BadParameter(str(error), param_hint="--toolchain") from error
     values = {"num_tokens": num_tokens, "num_heads": num_heads, **plan.to_dict()}
     _print(values, as_json)
 
