@@ -26,7 +26,7 @@ _MAX_KEYS = 4096  # compiled kernels kept; a stride that follows the token count
 _MAX_CALLS = 16  # calls kept: one a form and token count, and a step repeats its own in each layer
 
 #: torch's guard is no public name; these minor versions of torch were seen to have it as used here.
-_GUARD_VERSIONS = ("2.11", "2.12", "2.13")
+_GUARD_VERSIONS = ("2.11", "2.13")
 
 Key = tuple[Any, ...]
 _Guard: Any = None
