@@ -21,6 +21,7 @@ from dsv4_prologue.cards import Card, get_card
 from dsv4_prologue.op import prologue
 from dsv4_prologue.planning import Launch
 from dsv4_prologue.selection import use_card, use_launch
+from dsv4_prologue.verify.ascend import vector_core_order
 from dsv4_prologue.verify.compare import compare
 from dsv4_prologue.verify.inputs import Case, Variant, build_case, canary_violations
 from dsv4_prologue.verify.interpreter import MemoryFault, program_order
@@ -98,28 +99,30 @@ def shuffled(count: int) -> list[int]:
     return random.Random(count).sample(range(count), count)
 
 
-def repeating(times: int, multiple_of: int) -> Order:
-    """What a card was seen to do with a grid that is large and no multiple of its cores."""
-
-    def order(count: int) -> list[int]:
-        again = count > multiple_of and count % multiple_of != 0
-        return [0] * (times if again else 0) + list(range(count))
-
-    return order
+def repeated(times: int) -> Order:
+    """Program 0 so many times more, whatever the grid, and then all in order."""
+    return lambda count: [0] * times + list(range(count))
 
 
 def _order(card: Card) -> Proof:
-    """Shuffled programs, and program 0 again and again, leave the same bytes where they may."""
-    out, in_place = Variant(out="buffer"), Variant(out="in place")
+    """Shuffled programs, and program 0 again and again, leave the same bytes where they may.
+
+    Each with KV, whose programs come first, and for Q alone, whose program 0 is one of Q's.
+    """
     faults = []
-    again = {f"program 0 {n} times more": repeating(n, 1) for n in REPEATS}
+    again = {f"program 0 {n} times more": repeated(n) for n in REPEATS}
     for launch in card.launches:
-        faults += _same_in_any_order(card, launch, in_place, {"shuffled": shuffled})
-        faults += _same_in_any_order(card, launch, out, {"shuffled": shuffled, **again})
-        if card.limits is not None:
-            cores = card.limits.multiple_of
-            on_card = {f"{cores} cores, {n} times more": repeating(n, cores) for n in REPEATS}
-            faults += _same_in_any_order(card, launch, in_place, on_card)
+        for kv in (True, False):
+            out, in_place = Variant(out="buffer", kv=kv), Variant(out="in place", kv=kv)
+            faults += _same_in_any_order(card, launch, in_place, {"shuffled": shuffled})
+            faults += _same_in_any_order(card, launch, out, {"shuffled": shuffled, **again})
+            if card.limits is not None:
+                cores = card.limits.multiple_of
+                on_card = {
+                    f"{cores} cores, {n} times more": vector_core_order(cores, repeats=n, seed=n)
+                    for n in REPEATS
+                }
+                faults += _same_in_any_order(card, launch, in_place, on_card)
     reason = "shuffled in place and out of place; program 0 up to 7 times more out of place"
     if card.limits is not None:
         reason += f", and in place where grids are multiples of {card.limits.multiple_of}"
