@@ -212,6 +212,18 @@ def test_small_times_are_taken_many_at_a_time(mode: timing.Mode) -> None:
 
 
 @ONCE
+@pytest.mark.parametrize("mode", ["resident", "graph"])
+def test_a_slow_launch_makes_no_sample_shorter(mode: timing.Mode) -> None:
+    """The host takes 40 us to launch 2 us of work: the device must not be timed waiting for it."""
+    device = SyntheticClock(launch_us=5.0)
+    small = kernels(device, 0.25, count=8)
+    seen = measure({"small": small}, device, mode, max_rounds=20)["small"]
+    assert seen.calls >= 0.9 * min(timing.SAMPLE_US / 2.0, timing.MAX_CALLS)
+    assert seen.median_us == pytest.approx(2.0, rel=0.02)
+    assert seen.late == 0
+
+
+@ONCE
 def test_a_coarse_clock_is_never_sure() -> None:
     device = SyntheticClock(resolution_us=1.0)
     seen = measure({"a": kernels(device, 7.0)}, device, "flushed", max_rounds=30)["a"]

@@ -198,21 +198,28 @@ class _Timer:
         if mode == "host":
             timer.calls = HOST_CALLS
             return timer
-        wanted = max(SAMPLE_US, SAMPLE_STEPS * clock.resolution_us)
-        one = min(clock.interval(call, flushes=1, warm=1).time_us for _ in range(3))
-        needed = math.ceil(wanted / max(one - clock.empty_us, clock.resolution_us, 0.1))
         host_us = min(clock.host_us(call, 2) for _ in range(2)) if clock.asynchronous else 0.0
+
+        def ahead(calls: int) -> int:
+            """Flushes that last until so many calls, two events and a replay are enqueued.
+
+            Each of those costs the host about as much as a call does.
+            """
+            enqueued = min(HEADROOM * host_us * (calls + 2), MAX_HOLD_US)
+            return max(1, math.ceil(enqueued / clock.flush_us)) if clock.asynchronous else 1
+
+        # Behind too short a flush the device would wait for the host, and a sample would be taken
+        # to be long enough that is not.
+        wanted = max(SAMPLE_US, SAMPLE_STEPS * clock.resolution_us)
+        one = min(clock.interval(call, flushes=ahead(2), warm=1).time_us for _ in range(3))
+        needed = math.ceil(wanted / max(one - clock.empty_us, clock.resolution_us, 0.1))
         if mode == "resident":
             timer.warm, timer.calls = 1, min(needed, MAX_CALLS)
         elif mode == "graph":
             timer.chain = min(needed, MAX_CHAIN)
             timer.call, timer.warm = clock.captured(call, timer.chain), 1
-        if clock.asynchronous:
-            # Two events and a replay cost the host about as much as a call does.
-            enqueued = host_us * (timer.warm + timer.calls + 2)
-            timer.flushes = max(1, math.ceil(HEADROOM * enqueued / clock.flush_us))
-        elif mode == "flushed":
-            timer.flushes = 1
+        if clock.asynchronous or mode == "flushed":
+            timer.flushes = ahead(timer.warm + timer.calls)
         return timer
 
     def sample(self) -> float:
