@@ -109,13 +109,13 @@ KV_NORM = ascend.job(Form(has_q=False, kv_norm=True))
 
 #: (fault, job, file, text, what it becomes, what the verdict must say)
 FAULTS: list[tuple[str, dict[str, Any], str, str, str, str]] = [
-    ("none", WHOLE, "vector_core", "ROPE_DIM = ", "ROPE_DIM = ", ""),
+    ("none", WHOLE, "vector_core", "GROUPS", "GROUPS", ""),
     (
         "64 heads a program",
         ascend.job(Form(Launch(1, 64))),
         "vector_core",
-        "ROPE_DIM = ",
-        "ROPE_DIM = ",
+        "GROUPS",
+        "GROUPS",
         "ub overflow, requires 3145728 bits while 1572864 bits available",
     ),
     (
@@ -130,8 +130,9 @@ FAULTS: list[tuple[str, dict[str, Any], str, str, str, str]] = [
         "a pointer cast",
         KV_ONLY,
         "vector_core",
-        "data = cache_bf16_ptr + page * page_stride_bf16 + offset * 288",
-        "data = (cache_ptr + page * page_stride + offset * 576).to(tl.pointer_type(tl.bfloat16))",
+        "tl.store(cache_bf16_ptr + at_rotated + rope_dim, rotated)",
+        "data = (cache_ptr + at_codes).to(tl.pointer_type(tl.bfloat16))\n"
+        "        tl.store(data + 224 + rope_dim, rotated)",
         "refused by the adapter: Casting pointers with unmatched bitwidth! (exit status 0)",
     ),
     (
@@ -180,14 +181,14 @@ FAULTS: list[tuple[str, dict[str, Any], str, str, str, str]] = [
         "a sum to a scalar",
         KV_NORM,
         "vector_core",
-        "_inverse_rms(_total(parts, GROUPS), eps) * weight",
+        "inverse_rms(_total(parts, GROUPS), eps) * weight",
         "tl.rsqrt(tl.sum(parts, axis=0) * 0.001953125 + eps) * weight",
         "scalar memory access",
     ),
     (
         "a scalar float made an integer",
         KV_ONLY,
-        "vector_core",
+        "numerics",
         "slot32 = slot.to(tl.int32)",
         "slot32 = slot.to(tl.float32).to(tl.int32)",
         "1 conversions of a scalar float to an integer",

@@ -26,33 +26,30 @@ def laid_out(launch: Launch, target: Target, num_lanes: int) -> tuple[Layout, La
 
 
 @pytest.mark.parametrize(
-    ("launch", "elements"), [(Launch(1, 1, 1), 8), (Launch(1, 2, 1), 16), (Launch(8, 1, 4), 16)]
-)
-def test_64_lanes_hold_a_row_in_a_warp(launch: Launch, elements: int) -> None:
-    queries, kv = laid_out(launch, MACA, 64)
-    (load,), (store,) = queries.rows("load"), queries.rows("store")
-    assert (load.elements_per_lane, load.bits) == (store.elements_per_lane, store.bits)
-    assert (load.elements_per_lane, load.bits) == (elements, 128)
-    assert (queries.warps_per_row, queries.shared_bytes) == (1, 0)
-    assert {access.bits for access in kv.rows("load")} == {128}
-
-
-@pytest.mark.parametrize(
-    ("launch", "elements", "warps", "shared"),
+    ("target", "num_lanes", "launch", "elements"),
     [
-        (Launch(1, 1, 1), 16, 1, 0),
-        (Launch(1, 2, 1), 32, 1, 0),
-        (Launch(4, 1, 4), 16, 2, 32),  # two warps a row: their sums meet in shared memory
-        (Launch(8, 1, 4), 32, 2, 64),
+        (MACA, 64, Launch(1, 1, 1), 8),
+        (MACA, 64, Launch(1, 2, 1), 16),
+        (MACA, 64, Launch(8, 1, 4), 16),
+        (MUSA, 32, Launch(1, 1, 1), 16),
+        (MUSA, 32, Launch(1, 2, 1), 32),
+        (MUSA, 32, Launch(4, 1, 4), 16),
+        (MUSA, 32, Launch(8, 1, 4), 32),
+        (MUSA, 32, Launch(1, 4, 4, kv_tokens_per_tile=4), 16),
     ],
 )
-def test_32_lanes_need_two_warps_a_row_if_there_are(
-    launch: Launch, elements: int, warps: int, shared: int
+def test_a_row_lies_in_one_warp(
+    target: Target, num_lanes: int, launch: Launch, elements: int
 ) -> None:
-    queries, _ = laid_out(launch, MUSA, 32)
-    (load,) = queries.rows("load")
-    assert (load.elements_per_lane, load.bits) == (elements, 128)
-    assert (queries.warps_per_row, queries.shared_bytes) == (warps, shared)
+    queries, kv = laid_out(launch, target, num_lanes)
+    for kind in ("load", "store"):
+        rows = queries.rows(kind)
+        assert len(rows) == 64 // num_lanes  # a row's two halves on 32 lanes
+        assert sum(access.elements_per_lane for access in rows) == elements
+        assert {access.bits for access in rows} == {128}
+    assert queries.warps_per_row == 1
+    assert {access.bits for access in kv.rows("load")} == {128}
+    assert (queries.shared_bytes, kv.shared_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("name", ["metax-c550", "hygon-bw1000", "mthreads-s5000", "thead-zw810e"])

@@ -32,23 +32,59 @@ FAULTS = [
     (
         "the wide store writes the RoPE bytes too, unrotated",
         "tiled",
-        "mask=live[:, None] & (dim < NOPE_DIM)",
-        "mask=live[:, None]",
+        "mask=write & (rotated >= 0)",
+        "mask=write",
         "stored twice by one program",
     ),
     (
         "the cast of Q truncates",
         "tiled",
-        "x.to(tl.bfloat16), mask=write",
-        "(x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True).to(tl.bfloat16),"
+        "tail.to(tl.bfloat16), mask=write",
+        "(tail.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True).to(tl.bfloat16),"
         " mask=write",
         "q: biased",
     ),
     (
+        "the cast of the lead truncates",
+        "tiled",
+        "lead.to(tl.bfloat16), mask=write",
+        "(lead.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True).to(tl.bfloat16),"
+        " mask=write",
+        "q: biased",
+    ),
+    (
+        "the lead is not in the norm",
+        "tiled",
+        "squares += lead * lead",
+        "squares += 0",
+        "q: ",
+    ),
+    (
+        "the lead's scales are taken for the tail's",
+        "tiled",
+        "scale += lead_scale << (8 * group)",
+        "scale += lead_scale << (8 + 8 * group)",
+        "k_cache: ",
+    ),
+    (
+        "codes take the place of scale bytes",
+        "tiled",
+        "codes = tl.where(rotated < 0, codes, (packed >> (8 * (dim % GROUPS))).to(tl.uint8))",
+        "codes = codes",
+        "k_cache: ",
+    ),
+    (
+        "heads past the last are written",
+        "tiled",
+        "& (head < HEADS_OUT)",
+        "& (head >= 0)",
+        "q",
+    ),
+    (
         "the tail of tokens is skipped",
         "tiled",
-        "token_live = token < num_tokens",
-        "token_live = token < num_tokens // TOKENS * TOKENS",
+        "live = (token < num_tokens)",
+        "live = (token < num_tokens // TOKENS * TOKENS)",
         "q: ",
     ),
     (
@@ -61,15 +97,15 @@ FAULTS = [
     (
         "no tail is masked",
         "tiled",
-        "token_live = token < num_tokens",
-        "token_live = token >= 0",
+        "live = (token < num_tokens)",
+        "live = (token >= 0)",
         "out of bounds",
     ),
     (
         "the pad byte is not 0",
         "tiled",
-        "scale = tl.where(group < NUM_SCALES, scale, 0).to(tl.uint8)",
-        "scale = scale.to(tl.uint8)",
+        "scale = tl.where(group + LEAD // GROUP < NUM_SCALES, scale, 0)",
+        "scale = scale",
         "pad byte",
     ),
     (
@@ -165,21 +201,21 @@ FAULTS = [
     ),
     (
         "the page stride is taken for the payload",
-        "tiled",
-        "data = page * page_stride + offset * 576",
-        "data = page * PAGE_TOKENS * 584 + offset * 576",
+        "numerics",
+        "codes = page * page_stride + offset * 576",
+        "codes = page * PAGE_TOKENS * 584 + offset * 576",
         "k_cache: ",
     ),
     (
         "rows of q are taken for contiguous",
         "tiled",
-        "rows = (token * q_token_stride)[:, None]",
-        "rows = (token * HEADS * 512)[:, None]",
+        "(token * q_token_stride + head * q_head_stride)",
+        "(token * HEADS * 512 + head * q_head_stride)",
         "out of bounds",
     ),
     (
         "a KV token's offset is 32 bits wide",
-        "tiled",
+        "numerics",
         "page = (slot32 // PAGE_TOKENS).to(tl.int64)",
         "page = slot32 // PAGE_TOKENS",
         "overflow",
@@ -225,11 +261,14 @@ def verdict() -> str:
         build_case(43, 1, Variant(out="in place", cache_block_size=4), seed=2),
     ]
     try:
-        with use_card("unknown"), use_launch(Launch(8, 1)):
-            for case in cases:
+        # Whole rows in one access, then halves; tiles of tokens, then of heads too.
+        forms = [("unknown", Launch(8, 1)), ("nvidia-ampere", Launch(4, 2, kv_tokens_per_tile=8))]
+        for case, (card, tile) in zip(cases, forms, strict=True):
+            with use_card(card), use_launch(tile):
                 expected = reference.prologue(**case.arguments())
                 q_out = dsv4_prologue.prologue(**case.arguments())
                 said += [compare(case, q_out, expected).reason, *canary_violations(case)]
+        with use_card("unknown"), use_launch(Launch(8, 1)):
             far = torch.empty(3032 * 1_039_680, dtype=torch.uint8)
             cache = far.as_strided((3032, 64 * 584), (1_039_680, 1))
             row, table = cases[1].kv[:1], cases[1].cos_sin_cache  # type: ignore[index]

@@ -114,6 +114,7 @@ def test_plan_as_json_is_flat() -> None:
         "num_warps": 4,
         "num_stages": 1,
         "dependent": "no",
+        "kv_tokens_per_tile": 8,
     }
 
 
@@ -229,8 +230,16 @@ TILE_4 = Launch(4, 1, 4)
         ("ascend-910b", 1, 40, Launch(1, 8), "always"),
         ("ascend-910b", 1, 5, Launch(1, 1), "always"),
         ("ascend-910b", 1, 128, Launch(1, 32), "always"),
-        ("nvidia-hopper", 31, 64, Launch(1, 2, dependent="early"), "always: so few programs"),
-        ("nvidia-hopper", 32, 64, Launch(1, 2, dependent="wait"), "from 2048 units: two heads"),
+        ("nvidia-hopper", 7, 64, Launch(1, 4, 4, dependent="early"), "always: so few programs"),
+        ("nvidia-hopper", 8, 64, Launch(1, 4, 4, dependent="wait"), "from 512 units: so few tok"),
+        ("nvidia-hopper", 255, 64, Launch(1, 4, 4, dependent="wait"), "from 512 units"),
+        (
+            "nvidia-hopper",
+            256,
+            64,
+            Launch(1, 4, 4, kv_tokens_per_tile=4, dependent="wait"),
+            "from 256 tokens: a row a warp",
+        ),
         ("nvidia-ampere", 4096, 64, DEFAULT_LAUNCH, "default launch: no launch was measured"),
     ],
 )

@@ -274,12 +274,6 @@ FAULTS = [
         "token = program // HEAD_TILES",
         "overflow",
     ),
-    (
-        "a page's offset in 32 bits",
-        "(slot32 // PAGE_TOKENS).to(tl.int64)",
-        "slot32 // PAGE_TOKENS",
-        "overflow",
-    ),
 ]
 
 

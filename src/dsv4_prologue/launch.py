@@ -19,13 +19,13 @@ from torch import Tensor
 from dsv4_prologue import direct
 from dsv4_prologue.cards import get_card
 from dsv4_prologue.contract import HEAD_DIM, Layout
-from dsv4_prologue.planning import Plan
+from dsv4_prologue.planning import Plan, tile_width
 from dsv4_prologue.selection import interpreting
 
 GATHER_ROWS = 4  # slots a program of the reader decodes
 GATHER_WARPS = 4
 #: Arguments of `tiled` that `vector_core` lacks: one token a program, and one encoder.
-TILED_ONLY = ("num_tokens", "num_slots", "TOKENS", "FP8_CAST", "DEPENDENT")
+TILED_ONLY = ("num_tokens", "num_slots", "TOKENS", "KV_TOKENS", "WIDTH", "FP8_CAST", "DEPENDENT")
 
 
 class Launched(NamedTuple):
@@ -173,6 +173,7 @@ def run_prologue(
                 cos_sin_cache.dtype,
                 kv_norm_weight.dtype if kv_norm_weight is not None else None,
                 launch.tokens_per_tile,
+                launch.kv_tokens_per_tile,
                 launch.heads_per_tile,
                 launch.num_warps,
                 launch.num_stages,
@@ -228,6 +229,8 @@ def run_prologue(
         "PAGE_TOKENS": cache_block_size,
         "TOKENS": launch.tokens_per_tile,
         "HEADS_PER_TILE": launch.heads_per_tile,
+        "KV_TOKENS": launch.kv_tokens_per_tile,
+        "WIDTH": tile_width(get_card(plan.card).lanes),
         "HAS_Q": q is not None,
         "HAS_KV": kv is not None,
         "Q_NORM": q_norm,

@@ -29,12 +29,16 @@ class Problem:
 DEPENDENT = ("no", "wait", "early")
 
 
+#: The fields of a launch that are powers of two.
+SIZES = ("tokens_per_tile", "heads_per_tile", "num_warps", "num_stages", "kv_tokens_per_tile")
+
+
 @dataclass(frozen=True)
 class Launch:
     """How a kernel is launched: the tile's two sides, and Triton's two options.
 
-    A tile is `tokens_per_tile` x `heads_per_tile` rows of 512; a KV program takes
-    `tokens_per_tile` tokens. Both sides are powers of two.
+    A tile is `tokens_per_tile` x `heads_per_tile` rows of 512 of Q, or `kv_tokens_per_tile` rows of
+    KV (0: as many as `tokens_per_tile`). All are powers of two.
     """
 
     tokens_per_tile: int = 1
@@ -42,9 +46,12 @@ class Launch:
     num_warps: int = 1
     num_stages: int = 1
     dependent: str = "no"  # "wait" or "early" on NVIDIA from sm_90 on: see DEPENDENT
+    kv_tokens_per_tile: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("tokens_per_tile", "heads_per_tile", "num_warps", "num_stages"):
+        if not self.kv_tokens_per_tile:
+            object.__setattr__(self, "kv_tokens_per_tile", self.tokens_per_tile)
+        for name in SIZES:
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"{name}: expected a power of two, got {value}")
@@ -53,7 +60,7 @@ class Launch:
 
     def kv_programs(self, num_slots: int) -> int:
         """Programs that work on KV."""
-        return -(-num_slots // self.tokens_per_tile)
+        return -(-num_slots // self.kv_tokens_per_tile)
 
     def q_programs(self, num_tokens: int, num_heads: int) -> int:
         """Programs that work on query heads."""
@@ -63,7 +70,17 @@ class Launch:
         warps = "1 warp" if self.num_warps == 1 else f"{self.num_warps} warps"
         dependent = "" if self.dependent == "no" else f", dependent launch ({self.dependent})"
         tile = f"{self.tokens_per_tile}x{self.heads_per_tile} (tokens x heads)"
+        if self.kv_tokens_per_tile != self.tokens_per_tile:
+            tile += f", {self.kv_tokens_per_tile} tokens of KV"
         return f"{tile}, {warps}{dependent}"
+
+
+def tile_width(lanes: int | None) -> int:
+    """Dims that `tiled` reads and writes a row by: what a warp's lanes hold at eight each.
+
+    Half a row (256) or a whole one (512); a whole one where the lanes are not known.
+    """
+    return 512 if lanes is None else min(max(8 * lanes, 256), 512)
 
 
 #: What runs where no rule holds: one program a unit, one warp. Every compiler takes it.
@@ -131,7 +148,7 @@ def plan(
         unmet = "; ".join(rule.condition for rule in card.rules)
         reason = f"default launch, since no rule holds ({unmet}): {card.why}"
     if card.kernel == "vector_core":  # one token a program, whatever was asked for
-        chosen = replace(chosen, tokens_per_tile=1)
+        chosen = replace(chosen, tokens_per_tile=1, kv_tokens_per_tile=1)
     if card.heads_divide and problem.num_heads:
         # The largest power of two that divides both: a tile of heads has no tail.
         heads = math.gcd(chosen.heads_per_tile, problem.num_heads)

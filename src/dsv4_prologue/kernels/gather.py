@@ -3,7 +3,14 @@
 import triton
 import triton.language as tl
 
-from dsv4_prologue.kernels.numerics import HEAD_DIM, NOPE_DIM, e4m3_value, scale_value
+from dsv4_prologue.kernels.numerics import (
+    GROUP,
+    HEAD_DIM,
+    NOPE_DIM,
+    e4m3_value,
+    places,
+    scale_value,
+)
 
 
 @triton.jit(do_not_specialize=["num_rows", "capacity"])
@@ -27,15 +34,13 @@ def gather_kernel(
     nope = live[:, None] & (dim < NOPE_DIM)
     rope = live[:, None] & (dim >= NOPE_DIM)
 
-    slot32 = tl.where(live, slot, 0).to(tl.int32)
-    page = (slot32 // PAGE_TOKENS).to(tl.int64)
-    offset = slot32 % PAGE_TOKENS
-    data = (page * page_stride + offset * 576)[:, None]
-    scales = (page * page_stride + PAGE_TOKENS * 576 + offset * 8)[:, None]
-    code = tl.load(cache_ptr + data + dim, mask=nope, other=0).to(tl.int32)
-    scale = tl.load(cache_ptr + scales + dim // 64, mask=nope, other=255).to(tl.int32)
-    data = (page * page_stride_bf16 + offset * 288)[:, None]
-    rotated = tl.load(cache_bf16_ptr + data + (dim - 224), mask=rope, other=float("nan"))
+    slot = tl.where(live, slot, 0)
+    at_codes, at_scales, at_rotated = places(slot, page_stride, page_stride_bf16, PAGE_TOKENS)
+    code = tl.load(cache_ptr + at_codes[:, None] + dim, mask=nope, other=0).to(tl.int32)
+    scale_rows = cache_ptr + at_scales[:, None] + dim // GROUP
+    scale = tl.load(scale_rows, mask=nope, other=255).to(tl.int32)
+    rotated_rows = cache_bf16_ptr + at_rotated[:, None] + (dim - NOPE_DIM)
+    rotated = tl.load(rotated_rows, mask=rope, other=float("nan"))
 
     value = (e4m3_value(code) * scale_value(scale)).to(tl.bfloat16)
     value = tl.where(dim < NOPE_DIM, value, rotated)

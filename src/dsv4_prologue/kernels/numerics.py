@@ -9,8 +9,8 @@ import triton.language as tl
 
 HEAD_DIM = tl.constexpr(512)
 NOPE_DIM = tl.constexpr(448)
-PAIRS = tl.constexpr(256)  # a row as pairs (x[2i], x[2i+1])
-NOPE_PAIRS = tl.constexpr(224)
+ROPE_DIM = tl.constexpr(64)
+ROPE_PAIRS = tl.constexpr(32)  # (x[2i], x[2i+1]) of the RoPE dims
 GROUPS = tl.constexpr(8)  # a row as groups of 64: seven with a scale, and the RoPE dims
 GROUP = tl.constexpr(64)
 NUM_SCALES = tl.constexpr(7)
@@ -21,41 +21,55 @@ ABSMAX_FLOOR_BITS = tl.constexpr(0x38D1B717)  # f32(1e-4)
 
 
 @triton.jit
-def load_cos_sin(cos_sin_ptr, cos_sin_stride, position, live, num_positions):
-    """Cosines and sines of each position [T], laid along a row's 256 pairs: two f32 [T, 256].
+def load_cos_sin(cos_sin_ptr, cos_sin_stride, position, live, num_positions, PAIRS: tl.constexpr):
+    """Cosines and sines of each position [R], laid along a row's last PAIRS: two f32 [R, PAIRS].
 
     Only the last 32 pairs are loaded. A position outside the table is not read and gives NaN.
     """
     position = position.to(tl.int64)
     inside = live & (position >= 0) & (position < num_positions)
-    pair = tl.arange(0, PAIRS)[None, :]
-    read = inside[:, None] & (pair >= NOPE_PAIRS)
+    pair = tl.arange(0, PAIRS)[None, :] - (PAIRS - ROPE_PAIRS)
+    read = inside[:, None] & (pair >= 0)
     row = cos_sin_ptr + (position * cos_sin_stride)[:, None]
-    cos = tl.load(row + (pair - NOPE_PAIRS), mask=read, other=float("nan"))
-    sin = tl.load(row + (pair - NOPE_PAIRS + 32), mask=read, other=float("nan"))
+    cos = tl.load(row + pair, mask=read, other=float("nan"))
+    sin = tl.load(row + (pair + ROPE_PAIRS), mask=read, other=float("nan"))
     return cos.to(tl.float32), sin.to(tl.float32)
 
 
 @triton.jit
-def rotate(x, cos, sin, TOKENS: tl.constexpr, HEADS: tl.constexpr):
-    """Rotate the last 32 pairs of each row: x f32 [T, H, 512], cos and sin f32 [T, 256].
+def rotate(x, cos, sin, ROWS: tl.constexpr, PAIRS: tl.constexpr):
+    """Rotate the last 32 pairs of each row: x f32 [ROWS, 2 * PAIRS], cos and sin [ROWS, PAIRS].
 
     The other pairs are selected, not multiplied by one: Inf and -0 must pass as they are.
     """
-    even, odd = tl.split(tl.reshape(x, (TOKENS, HEADS, PAIRS, 2)))
-    cos = tl.reshape(cos, (TOKENS, 1, PAIRS))
-    sin = tl.reshape(sin, (TOKENS, 1, PAIRS))
-    rope = (tl.arange(0, PAIRS) >= NOPE_PAIRS)[None, None, :]
+    even, odd = tl.split(tl.reshape(x, (ROWS, PAIRS, 2)))
+    rope = (tl.arange(0, PAIRS) >= PAIRS - ROPE_PAIRS)[None, :]
     even_out = tl.where(rope, even * cos - odd * sin, even)
     odd_out = tl.where(rope, even * sin + odd * cos, odd)
-    return tl.reshape(tl.join(even_out, odd_out), (TOKENS, HEADS, HEAD_DIM))
+    return tl.reshape(tl.join(even_out, odd_out), (ROWS, 2 * PAIRS))
 
 
 @triton.jit
-def inverse_rms(x, eps):
-    """x f32 [T, H, 512] -> rsqrt(mean of squares + eps), f32 [T, H, 1]."""
-    mean = tl.sum(x * x, axis=2) * 0.001953125  # 1 / 512, exact
-    return tl.rsqrt(mean + eps)[:, :, None]
+def inverse_rms(sum_of_squares, eps):
+    """Of rows of 512: f32 [R] -> rsqrt(mean of squares + eps), f32 [R, 1]."""
+    return tl.rsqrt(sum_of_squares * 0.001953125 + eps)[:, None]  # 1 / 512, exact
+
+
+@triton.jit
+def places(slot, page_stride, page_stride_bf16, PAGE_TOKENS: tl.constexpr):
+    """Where the parts of a slot inside the cache lie, from its start.
+
+    In bytes, int64: codes, and scale bytes behind the data of all the page's tokens; in bf16
+    elements: the rotated dims, behind 448 of a token's 576 bytes.
+    """
+    # The slot's range was checked in 64 bits; the division is done in 32.
+    slot32 = slot.to(tl.int32)
+    page = (slot32 // PAGE_TOKENS).to(tl.int64)
+    offset = slot32 % PAGE_TOKENS
+    codes = page * page_stride + offset * 576
+    scales = page * page_stride + PAGE_TOKENS * 576 + offset * 8
+    rotated = page * page_stride_bf16 + offset * 288 + 224
+    return codes, scales, rotated
 
 
 @triton.jit
@@ -85,7 +99,7 @@ def e4m3(x, FP8_CAST: tl.constexpr):
 
 @triton.jit
 def quantize(x, FP8_CAST: tl.constexpr):
-    """Groups f32 [T, 8, 64] -> E4M3 codes uint8 [T, 8, 64] and scale bytes int32 [T, 8].
+    """Groups f32 [T, G, 64] -> E4M3 codes uint8 [T, G, 64] and scale bytes int32 [T, G].
 
     One integer max finds absmax, NaN and Inf at once. After the scaling nothing finite exceeds
     448, so the contract's clamp has nothing left to do.

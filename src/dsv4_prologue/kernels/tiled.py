@@ -1,8 +1,11 @@
 """The prologue for SIMT cards: one launch, each program a tile of query heads or of KV tokens.
 
-A tile has two sides, TOKENS x HEADS_PER_TILE, of which a launch fixes both; 1x1 is the plain form.
-Programs below `kv_programs` work on KV, the others on query heads. Every byte is stored once, and
-Q only after its whole row was loaded, so that Q may be changed in place.
+A tile of Q has two sides, TOKENS x HEADS_PER_TILE rows; one of KV has KV_TOKENS; 1x1 is the plain
+form. Programs below `kv_programs` work on KV, the others on query heads. A row is read and written
+as its last WIDTH dims, the tail, and those before it, if any, the lead: with WIDTH eight times the
+lanes of a warp a row stays in one warp, however many warps share a tile, and nothing goes through
+shared memory. Every byte is stored once, and Q only after its whole row was loaded, so that Q may
+be changed in place.
 """
 
 import triton
@@ -16,6 +19,7 @@ from dsv4_prologue.kernels.numerics import (
     NUM_SCALES,
     inverse_rms,
     load_cos_sin,
+    places,
     quantize,
     rotate,
 )
@@ -40,31 +44,57 @@ def _query_heads(
     HEADS_OUT: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS_PER_TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
     Q_NORM: tl.constexpr,
     Q_ROPE: tl.constexpr,
 ):
+    ROWS: tl.constexpr = TOKENS * HEADS_PER_TILE
     HEAD_TILES: tl.constexpr = (HEADS_OUT + HEADS_PER_TILE - 1) // HEADS_PER_TILE
-    token = (program // HEAD_TILES).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    head = (program % HEAD_TILES) * HEADS_PER_TILE + tl.arange(0, HEADS_PER_TILE).to(tl.int64)
-    dim = tl.arange(0, HEAD_DIM)[None, None, :]
-    token_live = token < num_tokens
-    read = (token_live[:, None] & (head < HEADS)[None, :])[:, :, None]
-    write = (token_live[:, None] & (head < HEADS_OUT)[None, :])[:, :, None]
+    LEAD: tl.constexpr = HEAD_DIM - WIDTH
+    row = tl.arange(0, ROWS)
+    token = (program // HEAD_TILES).to(tl.int64) * TOKENS + row // HEADS_PER_TILE
+    head = (program % HEAD_TILES) * HEADS_PER_TILE + (row % HEADS_PER_TILE).to(tl.int64)
+    dim = tl.arange(0, WIDTH)[None, :]
+    live = (token < num_tokens) & (head < HEADS_OUT)
+    write = live[:, None]
+    read = (live & (head < HEADS))[:, None]
 
     # Every load is issued before anything waits for one: position, row, then what needs a position.
-    position = tl.load(position_ptr + token, mask=token_live, other=0)
-    rows = (token * q_token_stride)[:, None] + (head * q_head_stride)[None, :]
-    x = tl.load(q_ptr + rows[:, :, None] + dim, mask=read, other=0.0).to(tl.float32)
+    # Rows of one token load its position and cosines each, so that no warp waits for another.
+    position = tl.load(position_ptr + token, mask=live, other=0)
+    rows = q_ptr + (token * q_token_stride + head * q_head_stride)[:, None] + dim
+    if LEAD > 0:
+        lead = tl.load(rows, mask=read, other=0.0).to(tl.float32)
+    tail = tl.load(rows + LEAD, mask=read, other=0.0).to(tl.float32)
     if Q_ROPE:
-        cos, sin = load_cos_sin(cos_sin_ptr, cos_sin_stride, position, token_live, num_positions)
+        cos, sin = load_cos_sin(
+            cos_sin_ptr, cos_sin_stride, position, live, num_positions, WIDTH // 2
+        )
     if Q_NORM:
-        x = x * inverse_rms(x, eps)
+        squares = tail * tail
+        if LEAD > 0:
+            squares += lead * lead
+        inverse = inverse_rms(tl.sum(squares, axis=1), eps)
+        tail = tail * inverse
+        if LEAD > 0:
+            lead = lead * inverse
     if Q_ROPE:
-        x = rotate(x, cos, sin, TOKENS, HEADS_PER_TILE)
-    if HEADS_OUT > HEADS:
-        x = tl.where(read, x, 0.0)  # exact +0, whatever eps and the rotation make of a zero row
-    rows = (token * out_token_stride)[:, None] + (head * out_head_stride)[None, :]
-    tl.store(q_out_ptr + rows[:, :, None] + dim, x.to(tl.bfloat16), mask=write)
+        tail = rotate(tail, cos, sin, ROWS, WIDTH // 2)
+    if HEADS_OUT > HEADS:  # exact +0, whatever eps and the rotation make of a zero row
+        tail = tl.where(read, tail, 0.0)
+        if LEAD > 0:
+            lead = tl.where(read, lead, 0.0)
+    rows = q_out_ptr + (token * out_token_stride + head * out_head_stride)[:, None] + dim
+    if LEAD > 0:
+        tl.store(rows, lead.to(tl.bfloat16), mask=write)
+    tl.store(rows + LEAD, tail.to(tl.bfloat16), mask=write)
+
+
+@triton.jit
+def _quantize_rows(y, ROWS: tl.constexpr, WIDTH: tl.constexpr, FP8_CAST: tl.constexpr):
+    """f32 [ROWS, WIDTH] -> E4M3 codes uint8 [ROWS, WIDTH], scale bytes int64 [ROWS, WIDTH / 64]."""
+    codes, scale = quantize(tl.reshape(y, (ROWS, WIDTH // GROUP, GROUP)), FP8_CAST)
+    return tl.reshape(codes, (ROWS, WIDTH)), scale.to(tl.int64)
 
 
 @triton.jit
@@ -87,46 +117,58 @@ def _kv_tokens(
     page_stride_bf16,
     PAGE_TOKENS: tl.constexpr,
     TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
     KV_NORM: tl.constexpr,
     FP8_CAST: tl.constexpr,
 ):
+    LEAD: tl.constexpr = HEAD_DIM - WIDTH
     token = program.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     given = token < num_slots
-    dim = tl.arange(0, HEAD_DIM)[None, :]
+    dim = tl.arange(0, WIDTH)[None, :]
 
     # Only the stores wait for the slot: a row without a slot is read in vain, but no load is late.
     slot = tl.load(slot_ptr + token, mask=given, other=-1).to(tl.int64)
     position = tl.load(position_ptr + token, mask=given, other=0)
     rows = kv_ptr + (token * kv_token_stride)[:, None] + dim
-    x = tl.load(rows, mask=given[:, None], other=0.0).to(tl.float32)
-    cos, sin = load_cos_sin(cos_sin_ptr, cos_sin_stride, position, given, num_positions)
-    live = (slot >= 0) & (slot < capacity)
-    x = tl.reshape(x, (TOKENS, 1, HEAD_DIM))
+    if LEAD > 0:
+        lead = tl.load(rows, mask=given[:, None], other=0.0).to(tl.float32)
+    tail = tl.load(rows + LEAD, mask=given[:, None], other=0.0).to(tl.float32)
+    cos, sin = load_cos_sin(cos_sin_ptr, cos_sin_stride, position, given, num_positions, WIDTH // 2)
     if KV_NORM:
-        weight = tl.load(kv_weight_ptr + dim).to(tl.float32)
-        x = x * inverse_rms(x, eps) * tl.reshape(weight, (1, 1, HEAD_DIM))
-        x = x.to(tl.bfloat16).to(tl.float32)
-    y = tl.reshape(rotate(x, cos, sin, TOKENS, 1), (TOKENS, HEAD_DIM)).to(tl.bfloat16)
+        squares = tail * tail
+        if LEAD > 0:
+            squares += lead * lead
+        inverse = inverse_rms(tl.sum(squares, axis=1), eps)
+        weight = tl.load(kv_weight_ptr + (dim + LEAD)).to(tl.float32)
+        tail = (tail * inverse * weight).to(tl.bfloat16).to(tl.float32)
+        if LEAD > 0:
+            weight = tl.load(kv_weight_ptr + dim).to(tl.float32)
+            lead = (lead * inverse * weight).to(tl.bfloat16).to(tl.float32)
+    tail = rotate(tail, cos, sin, TOKENS, WIDTH // 2).to(tl.bfloat16)
 
-    # The range was checked in 64 bits; the division is done in 32.
-    slot32 = tl.where(live, slot, 0).to(tl.int32)
-    page = (slot32 // PAGE_TOKENS).to(tl.int64)
-    offset = slot32 % PAGE_TOKENS
-    # A token's data in bf16 units: 288 each, the rotated dims behind 224.
-    data = page * page_stride_bf16 + offset * 288
-    rope_rows = cache_bf16_ptr + data[:, None] + (dim - 224)
-    tl.store(rope_rows, y, mask=live[:, None] & (dim >= NOPE_DIM))
+    live = (slot >= 0) & (slot < capacity)
+    write = live[:, None]
+    slot = tl.where(live, slot, 0)
+    at_codes, at_scales, at_rotated = places(slot, page_stride, page_stride_bf16, PAGE_TOKENS)
+    rotated = dim + (LEAD - NOPE_DIM)  # a dim's number among those that RoPE rotates
+    tl.store(cache_bf16_ptr + at_rotated[:, None] + rotated, tail, mask=write & (rotated >= 0))
 
-    groups = tl.reshape(y.to(tl.float32), (TOKENS, GROUPS, GROUP))
-    codes, scale = quantize(groups, FP8_CAST)
-    data = page * page_stride + offset * 576
-    codes_rows = cache_ptr + data[:, None] + dim
-    codes = tl.reshape(codes, (TOKENS, HEAD_DIM))
-    tl.store(codes_rows, codes, mask=live[:, None] & (dim < NOPE_DIM))
-    group = tl.arange(0, GROUPS)[None, :]
-    scale = tl.where(group < NUM_SCALES, scale, 0).to(tl.uint8)
-    scale_rows = cache_ptr + (page * page_stride + PAGE_TOKENS * 576 + offset * 8)[:, None] + group
-    tl.store(scale_rows, scale, mask=live[:, None])
+    codes, scale = _quantize_rows(tail.to(tl.float32), TOKENS, WIDTH, FP8_CAST)
+    group = tl.arange(0, WIDTH // GROUP)[None, :]
+    scale = tl.where(group + LEAD // GROUP < NUM_SCALES, scale, 0) << (8 * group + LEAD // 8)
+    codes_rows = cache_ptr + at_codes[:, None] + dim
+    if LEAD > 0:
+        lead_codes, lead_scale = _quantize_rows(lead, TOKENS, WIDTH, FP8_CAST)
+        scale += lead_scale << (8 * group)
+        # Eight codes a store, as many as a lane has: more would be gathered from other lanes first.
+        tl.store(tl.max_contiguous(codes_rows, [1, 8]), lead_codes, mask=write)
+    # The eight scale bytes, packed in every lane, are stored in the place of the first rotated
+    # dims: one store less, and none of single bytes.
+    packed = tl.sum(scale, axis=1)[:, None]
+    codes = tl.where(rotated < 0, codes, (packed >> (8 * (dim % GROUPS))).to(tl.uint8))
+    scale_rows = cache_ptr + at_scales[:, None] + rotated
+    rows = tl.where(rotated < 0, codes_rows + LEAD, scale_rows)
+    tl.store(tl.max_contiguous(rows, [1, 8]), codes, mask=write & (rotated < GROUPS))
 
 
 # What changes from call to call is not specialised on: no recompilation when it does.
@@ -162,6 +204,8 @@ def prologue_kernel(
     PAGE_TOKENS: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS_PER_TILE: tl.constexpr,
+    KV_TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
     HAS_Q: tl.constexpr,
     HAS_KV: tl.constexpr,
     Q_NORM: tl.constexpr,
@@ -172,9 +216,10 @@ def prologue_kernel(
 ):
     """All strides in elements of their tensor; `page_stride` in bytes; `capacity` in slots.
 
-    A pointer of a role that the call does not have (HAS_Q, HAS_KV, KV_NORM) is None. DEPENDENT is
-    not "no" only in a dependent launch: nothing is read before the kernel before this one is done,
-    and what comes next is let go only after that.
+    TOKENS, HEADS_PER_TILE and KV_TOKENS are powers of two; WIDTH is 256 or 512. A pointer of a role
+    that the call does not have (HAS_Q, HAS_KV, KV_NORM) is None. DEPENDENT is not "no" only in a
+    dependent launch: nothing is read before the kernel before this one is done, and what comes next
+    is let go only after that.
     """
     if DEPENDENT != "no":
         tl.extra.cuda.gdc_wait()
@@ -201,7 +246,8 @@ def prologue_kernel(
                 page_stride,
                 page_stride_bf16,
                 PAGE_TOKENS,
-                TOKENS,
+                KV_TOKENS,
+                WIDTH,
                 KV_NORM,
                 FP8_CAST,
             )
@@ -225,6 +271,7 @@ def prologue_kernel(
                 HEADS_OUT,
                 TOKENS,
                 HEADS_PER_TILE,
+                WIDTH,
                 Q_NORM,
                 Q_ROPE,
             )

@@ -23,11 +23,12 @@ from dsv4_prologue.kernels.numerics import (
     HEAD_DIM,
     NOPE_DIM,
     NUM_SCALES,
+    ROPE_DIM,
+    ROPE_PAIRS,
+    inverse_rms,
+    places,
     quantize,
 )
-
-ROPE_DIM = tl.constexpr(64)
-ROPE_PAIRS = tl.constexpr(32)
 
 
 @triton.jit
@@ -79,11 +80,6 @@ def _cos_sin(cos_sin_ptr, cos_sin_stride, position_ptr, token, num_positions):
 
 
 @triton.jit
-def _inverse_rms(sum_of_squares, eps):
-    return tl.rsqrt(sum_of_squares * 0.001953125 + eps)[:, None]  # 1 / 512, exact
-
-
-@triton.jit
 def _total(parts, COPIES: tl.constexpr):
     """The sum of f32 [8], COPIES times: as a vector, for a scalar sum becomes scalar code."""
     return tl.sum(tl.broadcast_to(parts[None, :], (COPIES, GROUPS)), axis=1)
@@ -128,7 +124,7 @@ def _query_heads(
         even, odd = _split_pairs(_load_rows(rows + rope_dim, real, MASKED), ROWS)
         cos, sin = _cos_sin(cos_sin_ptr, cos_sin_stride, position_ptr, token, num_positions)
     if Q_NORM:
-        inverse = _inverse_rms(tl.sum(x * x, axis=1), eps)
+        inverse = inverse_rms(tl.sum(x * x, axis=1), eps)
         if PADDED:
             inverse = tl.where(real, inverse, 0.0)  # rsqrt(eps) of a zero row may be Inf
         x = x * inverse
@@ -183,30 +179,23 @@ def _kv_token(
         if KV_NORM:
             parts = tl.sum(x * x, axis=1)
             weight = tl.load(kv_weight_ptr + dim).to(tl.float32)
-            x = x * _inverse_rms(_total(parts, GROUPS), eps) * weight
+            x = x * inverse_rms(_total(parts, GROUPS), eps) * weight
             x = x.to(tl.bfloat16).to(tl.float32)
-            inverse = tl.reshape(_inverse_rms(_total(parts, ROPE_PAIRS), eps), (1, ROPE_PAIRS))
+            inverse = tl.reshape(inverse_rms(_total(parts, ROPE_PAIRS), eps), (1, ROPE_PAIRS))
             weight = tl.load(kv_weight_ptr + NOPE_DIM + rope_dim)
             even_weight, odd_weight = _split_pairs(weight, 1)
             even = (even * inverse * even_weight).to(tl.bfloat16).to(tl.float32)
             odd = (odd * inverse * odd_weight).to(tl.bfloat16).to(tl.float32)
 
-        # The range was checked in 64 bits; the division is done in 32.
-        slot32 = slot.to(tl.int32)
-        page = (slot32 // PAGE_TOKENS).to(tl.int64)
-        offset = slot32 % PAGE_TOKENS
-        # A token's data in bf16 units: 288 each, the rotated dims behind 224.
+        at_codes, at_scales, at_rotated = places(slot, page_stride, page_stride_bf16, PAGE_TOKENS)
         rotated = _join_pairs(even * cos - odd * sin, even * sin + odd * cos, 1)
-        data = cache_bf16_ptr + page * page_stride_bf16 + offset * 288
-        tl.store(data + 224 + rope_dim, rotated)
-
+        tl.store(cache_bf16_ptr + at_rotated + rope_dim, rotated)
         codes, scale = quantize(tl.reshape(x, (1, GROUPS, GROUP)), "integer")
-        data = cache_ptr + page * page_stride + offset * 576
-        tl.store(data + dim, tl.reshape(codes, (GROUPS, GROUP)), mask=group < NUM_SCALES)
+        codes = tl.reshape(codes, (GROUPS, GROUP))
+        tl.store(cache_ptr + at_codes + dim, codes, mask=group < NUM_SCALES)
         number = tl.arange(0, GROUPS)[None, :]
         scale = tl.where(number < NUM_SCALES, scale, 0).to(tl.uint8)
-        scales = cache_ptr + page * page_stride + PAGE_TOKENS * 576 + offset * 8
-        tl.store(scales + number, scale)
+        tl.store(cache_ptr + at_scales + number, scale)
 
 
 # What changes from call to call is not specialised on: no recompilation when it does.

@@ -3,12 +3,12 @@
     tuned = Tuner(Options("cuda", parse_shapes("core")), records).tune()
     print(tuned.patch)
 
-Tokens and heads of a tile, warps and stages are swept jointly, all launches interleaved at each
-shape: first a short look at all of them, then, at length, at the few that together are about as
-good as all; these also in each form of dependent launch that the card uses. From them the rules
-follow by splitting the shapes in two, by tokens, units or heads, as long as the verdicts say that
-each half has a launch of its own which is faster there than the other's, and slower nowhere; a
-threshold is then moved by bisection until it is unclear or known to a third.
+Tokens and heads of a tile, tokens of a KV tile, warps and stages are swept jointly, all launches
+interleaved at each shape: first a short look at all of them, then, at length, at the few that
+together are about as good as all; these also in each form of dependent launch that the card uses.
+From them the rules follow by splitting the shapes in two, by tokens, units or heads, as long as
+the verdicts say that each half has a launch of its own which is faster there than the other's, and
+slower nowhere; a threshold is then moved by bisection until it is unclear or known to a third.
 
 A record (`record` is "tune") is one launch at one shape in one mode, with its samples. The tuner
 prints a patch; a person applies it.
@@ -80,8 +80,12 @@ def launches_for(card: Card, stages: Sequence[int] = (1,)) -> tuple[Launch, ...]
             for warps in WARPS if card.kernel == "tiled" else (1,):
                 elements = tokens * heads * 512 // (warps * lanes)
                 fits = tokens * heads <= MAX_ROWS and low <= elements <= high
-                if fits or card.kernel != "tiled":
-                    found |= dict.fromkeys(Launch(tokens, heads, warps, one) for one in stages)
+                if not fits and card.kernel == "tiled":
+                    continue
+                for kv in dict.fromkeys((tokens, max(tokens, warps))):  # or a row a warp
+                    found |= dict.fromkeys(
+                        Launch(tokens, heads, warps, one, kv_tokens_per_tile=kv) for one in stages
+                    )
     return tuple(found)
 
 
@@ -463,7 +467,7 @@ def _file_name(card: Card) -> str:
 
 def _rule_text(rule: Rule) -> str:
     """A rule as it stands in a card's file."""
-    default = Launch()
+    default = Launch(rule.launch.tokens_per_tile)
     launch = ", ".join(
         f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}"
         for name, value in asdict(rule.launch).items()
@@ -471,6 +475,8 @@ def _rule_text(rule: Rule) -> str:
         or value != getattr(default, name)
     )
     fields = [f"Launch({launch}),"]
+    if len(fields[0]) > 88:
+        fields = [f"Launch(\n    {launch}\n),"]
     fields += [
         f"{name}={value},"
         for name, value in (

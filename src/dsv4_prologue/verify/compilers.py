@@ -26,7 +26,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Final, NamedTuple
 
 from dsv4_prologue.cards.card import Card
-from dsv4_prologue.planning import DEFAULT_LAUNCH, Launch
+from dsv4_prologue.planning import DEFAULT_LAUNCH, Launch, tile_width
 from dsv4_prologue.verify.proof import Proof, Verdict
 
 # ---------------------------------------------------------------------------- what is compiled
@@ -81,8 +81,8 @@ class Form:
     def __str__(self) -> str:
         return ", ".join([str(self.launch), *_unusual(self)])
 
-    def job(self) -> dict[str, Any]:
-        """The form as the worker takes it."""
+    def job(self, lanes: int) -> dict[str, Any]:
+        """The form on warps of so many lanes, as the worker takes it."""
         heads_out = self.heads if self.heads_out is None else self.heads_out
         types = {
             "position_ptr": f"*{self.index_dtype}",
@@ -102,6 +102,8 @@ class Form:
             "PAGE_TOKENS": self.page_tokens,
             "TOKENS": self.launch.tokens_per_tile,
             "HEADS_PER_TILE": self.launch.heads_per_tile,
+            "KV_TOKENS": self.launch.kv_tokens_per_tile,
+            "WIDTH": tile_width(lanes),
             "HAS_Q": self.has_q,
             "HAS_KV": self.has_kv,
             "Q_NORM": self.q_norm,
@@ -139,8 +141,9 @@ class GatherForm:
     def __str__(self) -> str:
         return ", ".join(["reader", *_unusual(self)])
 
-    def job(self) -> dict[str, Any]:
-        """The form as the worker takes it."""
+    def job(self, lanes: int) -> dict[str, Any]:
+        """The form as the worker takes it, the same on any lanes."""
+        del lanes
         return {
             "kernel": "dsv4_prologue.kernels.gather:gather_kernel",
             "types": {
@@ -336,7 +339,7 @@ def compile_forms(
     """Compile each form for its target, to machine code; `options` go to Triton's backend."""
     jobs = []
     for form, target in forms:
-        job = form.job()
+        job = form.job(target.lanes)
         job["options"] |= options
         jobs.append({**job, "target": (*target, target.lanes)})
     outcomes: list[Artefact | Refusal] = []
@@ -447,29 +450,39 @@ def register_ceiling(target: Target, launch: Launch) -> Ceiling | None:
     return Ceiling(registers, reason)
 
 
-def row_width(rows: int, lanes: int) -> int:
-    """Bits of one access of a lane to rows of 512 bf16, spread evenly over a program's lanes."""
-    return min(128, rows * 8192 // lanes)
+def row_width(rows: int, lanes: int, lanes_of_warp: int) -> int:
+    """Bits of one access of a lane to parts of rows of bf16, spread evenly over a program's lanes.
+
+    `lanes_of_warp` decides how wide the parts are.
+    """
+    return min(128, rows * 16 * tile_width(lanes_of_warp) // lanes)
 
 
 def _faults_in_rows(form: Form, artefact: Artefact) -> list[str]:
     """What is wrong with the accesses of a form of one role, Q or KV."""
-    loads, stores = artefact.loads, artefact.stores
-    tokens, lanes = form.launch.tokens_per_tile, form.launch.num_warps * artefact.target.lanes
-    rows = tokens * (form.launch.heads_per_tile if form.has_q else 1)
-    width = 128 if form.has_q else row_width(rows, lanes)
+    loads, stores, launch = artefact.loads, artefact.stores, form.launch
+    warp = artefact.target.lanes
+    lanes = launch.num_warps * warp
+    rows = launch.tokens_per_tile * launch.heads_per_tile
+    if form.has_kv:
+        rows = launch.kv_tokens_per_tile
+    width = 128 if form.has_q else row_width(rows, lanes, warp)
     expected = max(1, rows * 8192 // (width * lanes))
     faults = []
-    # Besides rows, Q loads cosines and sines, as widely, and a position a token.
+    # Besides rows, Q loads cosines and sines, as widely, and a position a row.
     narrow = sum(loads.values()) - loads.get(width, 0)
-    if loads.get(width, 0) < expected or (form.has_q and narrow > tokens):
+    if loads.get(width, 0) < expected or (form.has_q and narrow > rows):
         faults.append(f"rows are not loaded {width} bits at once: {loads}")
     if form.has_q and stores != {128: expected}:
         faults.append(f"not {expected} 128-bit stores of Q and nothing else: {stores}")
-    # Of KV only the eight bytes of scales a token are less than 32 bits a lane.
-    small = stores.get(8, 0) + stores.get(16, 0)
-    if form.has_kv and small > max(1, tokens * 8 // lanes):
-        faults.append(f"KV is stored in small pieces: {stores}")
+    if artefact.shared_bytes and rows >= launch.num_warps:  # each warp has a row of its own
+        faults.append(f"{artefact.shared_bytes} B of shared memory")
+    # Of KV the part with the rotated dims once, and all of it as codes, of half the bits.
+    tails = max(1, expected * tile_width(warp) // 512)
+    if form.has_kv and stores != {width: tails, width // 2: expected}:
+        faults.append(
+            f"not {tails} {width}-bit and {expected} {width // 2}-bit stores of KV: {stores}"
+        )
     return faults
 
 

@@ -74,11 +74,11 @@ class Layout:
     shared_bytes: int  # of a program, to hand values from warp to warp
 
     def rows(self, kind: str) -> tuple[Access, ...]:
-        """The accesses of that kind to rows of 512 bf16."""
+        """The accesses of that kind to rows of 512 bf16, or to parts of them."""
         return tuple(
             access
             for access in self.accesses
-            if access.kind == kind and access.element == "bf16" and access.shape[-1] == 512
+            if access.kind == kind and access.element == "bf16" and access.shape[-1] >= 256
         )
 
 
@@ -119,7 +119,7 @@ def read_ttgir(text: str, shared_bytes: int) -> Layout:
 def lay_out(forms: Sequence[Form], target: Target, lanes: int) -> list[Layout] | Refusal:
     """Lay each form out on warps of that many lanes; the target's name is for messages only."""
     name = f"{target.backend}:{target.arch}"
-    results = run_jobs([{**form.job(), "lanes": lanes, "layouts_for": name} for form in forms])
+    results = run_jobs([{**form.job(lanes), "lanes": lanes, "layouts_for": name} for form in forms])
     for result in results:
         if "refusal" in result:
             return Refusal(target, result["refusal"])
@@ -128,19 +128,26 @@ def lay_out(forms: Sequence[Form], target: Target, lanes: int) -> list[Layout] |
 
 def _summary(launch: Launch, queries: Layout, kv: Layout) -> str:
     """What a launch's layouts are, in words."""
-    row = queries.rows("load")[0]
+    rows = queries.rows("load")
+    elements = sum(access.elements_per_lane for access in rows)
     warps = "one warp" if queries.warps_per_row == 1 else f"{queries.warps_per_row} warps"
     return (
-        f"{launch}: {row.elements_per_lane} elements a lane, {row.bits}-bit accesses, {warps} a "
+        f"{launch}: {elements} elements a lane, {rows[0].bits}-bit accesses, {warps} a "
         f"row; shared memory {queries.shared_bytes} B for Q, {kv.shared_bytes} B for KV; "
         f"layout conversions {queries.conversions} and {kv.conversions}"
     )
 
 
 def _faults(lanes: int, launch: Launch, queries: Layout, kv: Layout) -> list[str]:
-    """Rows that are read or written in pieces smaller than they could be."""
-    expected = row_width(launch.tokens_per_tile, launch.num_warps * lanes)
-    return [
+    """Rows read or written in pieces smaller than they could be, or handed from warp to warp."""
+    expected = row_width(launch.kv_tokens_per_tile, launch.num_warps * lanes, lanes)
+    rows = launch.tokens_per_tile * launch.heads_per_tile
+    shared = [
+        f"{launch}: {role} takes {layout.shared_bytes} B of shared memory"
+        for role, layout, rows in (("Q", queries, rows), ("KV", kv, launch.kv_tokens_per_tile))
+        if layout.shared_bytes and rows >= launch.num_warps  # each warp has a row of its own
+    ]
+    return shared + [
         f"{launch}: a row of {role} has {access.kind}s of {access.bits} bits, not {bits}"
         for role, layout, bits in (("Q", queries, 128), ("KV", kv, expected))
         for access in (*layout.rows("load"), *layout.rows("store"))

@@ -63,13 +63,11 @@ def _faults(card: Card, launch: Launch, size: tuple[int, int]) -> Iterator[str]:
         first += one.programs
     if launches:
         tile = launches[0].arguments
-        seen = Launch(tile.get("TOKENS", 1), tile["HEADS_PER_TILE"], launch.num_warps)
+        seen = tile.get("TOKENS", 1), tile["HEADS_PER_TILE"], tile.get("KV_TOKENS", 1)
         planned = plan(card, Problem(*size), launch=launch).launch
-        if (seen.tokens_per_tile, seen.heads_per_tile) != (
-            planned.tokens_per_tile,
-            planned.heads_per_tile,
-        ):
-            yield f"{size}: the tile {seen}, planned {planned}"
+        sides = planned.tokens_per_tile, planned.heads_per_tile, planned.kv_tokens_per_tile
+        if seen != sides:
+            yield f"{size}: the tile {seen}, planned {sides}"
         wanted = expected_programs(planned, *size)
         if not wanted <= first < wanted + multiple:
             yield f"{size}: {first} programs for {wanted} with work"
