@@ -28,7 +28,7 @@ RECORDS: list[dict[str, Any]] = []
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options, by the names the field is used to."""
     group = parser.getgroup("dsv4-prologue")
-    modes = f"{', '.join(MODES)}; or flushed, resident, graph, host, joined by commas"
+    modes = f"{', '.join(MODES)}; or flushed, resident, graph, host, chain, joined by commas"
     group.addoption("--mode", default="kernel", help=modes)
     levels = f"{', '.join(LEVELS)}; or shapes as `dsv4-prologue bench` takes them"
     group.addoption("--level", default="quick", help=levels)

@@ -36,7 +36,7 @@ from dsv4_prologue.measure.candidates import Shape
 from dsv4_prologue.measure.ceilings import Ceiling
 from dsv4_prologue.measure.clock import MODES, HostClock, Mode
 from dsv4_prologue.measure.record import kernel_hash, read
-from dsv4_prologue.measure.timing import Samples
+from dsv4_prologue.measure.timing import LAYERS, Samples
 from dsv4_prologue.measure.verdict import verdict
 from dsv4_prologue.op import prologue
 from dsv4_prologue.planning import DEFAULT_LAUNCH, Problem, plan
@@ -284,6 +284,37 @@ def test_graphs_and_the_cost_of_the_host(monkeypatch: pytest.MonkeyPatch) -> Non
         assert not {"gbps", "limit_us", "utilisation"} & one.keys()
     assert holds(records)
     commands.print_bench(records)
+
+
+def test_the_share_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a chain the call stands between two products, and what it takes of them is told."""
+    monkeypatch.setattr(bench, "clock_for", lambda _: EveryMode())
+    elsewhere = replace(theirs(right_and_new, BUFFER, NEW), name="elsewhere")
+    baselines(monkeypatch, theirs(right), elsewhere)
+    records = measured(shapes=SMALL[:1], modes=("chain",), seconds=0.1)
+    (rest,) = of(records, bench.REST)
+    (ours,), (other,) = of(records, "ours"), of(records, "theirs")
+    assert of(records, "copy") == of(records, "elsewhere") == []
+    assert rest["calls"] == ours["calls"] == LAYERS
+    for one in (ours, other):
+        assert one["rest_us"] == rest["median_us"]
+        assert one["share"] == pytest.approx(1 - rest["median_us"] / one["median_us"])
+        assert not {"gbps", "limit_us"} & one.keys()
+    assert [told["baseline"] for told in ours["verdicts"]] == ["theirs"]
+    assert holds(records)
+    commands.print_bench(records)
+
+
+def test_a_layer_makes_q_anew() -> None:
+    """The call gets the product's q each time, and the next product what the call left."""
+    timed = bench.Timed.make((3, 2), torch.device("cpu"), 0, in_place=True)
+    seen: list[torch.Tensor] = []
+    layer = timed.layer(lambda: seen.append(timed.inputs.q.clone()) or timed.inputs.q.zero_())
+    layer()
+    layer()
+    assert torch.equal(seen[0], seen[1])
+    assert seen[0].count_nonzero() > 0
+    assert timed._projection[2].count_nonzero() == 0
 
 
 def test_no_time_without_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:

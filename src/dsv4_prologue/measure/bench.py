@@ -18,6 +18,7 @@ rounded to a nanosecond (none of them, if it was not timed), it has
     gbps              useful bytes over the median time, in GB/s (1e9 bytes a second)
     utilisation       the same over the ceiling before the run; only of flushed data
     limit_us, limit_ratio                 time of the best bare copy of as many bytes, and over ours
+    rest_us, share    in mode chain: a layer without the call, and the call's share of a layer
     ceilings          before, after (None if the run was broken off), mark (empty if all is well)
     device_faults     before, after: what the device got wrong in work of known answer
     clock             cache, flush, resolution
@@ -73,7 +74,15 @@ from dsv4_prologue.measure.ceilings import (
 )
 from dsv4_prologue.measure.guard import figure_faults, handicapped, known_answer
 from dsv4_prologue.measure.record import card_hash, kernel_hash
-from dsv4_prologue.measure.timing import HOST_CALLS, MODES, Mode, Samples, clock_for, measure
+from dsv4_prologue.measure.timing import (
+    GRAPHS,
+    HOST_CALLS,
+    MODES,
+    Mode,
+    Samples,
+    clock_for,
+    measure,
+)
 from dsv4_prologue.measure.verdict import Verdict, verdict
 from dsv4_prologue.selection import interpreting, plan_for
 
@@ -89,6 +98,8 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
     "tp": tuple((n, h) for n in (1, 64, 1024, 32768) for h in (8, 16, 32)),
 }
 OPTIMUM = " at optimum"
+#: In mode chain, a layer without any call between its two matrix products.
+REST = "rest of the layer"
 #: The share of a shape's time that a sweep of a baseline's launch arguments gets.
 SWEEP_SHARE = 0.2
 #: A baseline that takes so many times as long as ours would leave everybody else too few rounds:
@@ -434,6 +445,8 @@ class _Run:
         """Time everything that passes, and append the records."""
         if mode != "host":
             candidates = [one for one in candidates if not one.host_only]
+        if mode == "chain":  # there q is made and read where it is
+            candidates = [one for one in candidates if one.kind == IN_PLACE]
         withheld = {
             one.label: f"{told['verdict']}: {told['reason']}"
             for one in candidates
@@ -452,6 +465,10 @@ class _Run:
             base["limit_us"] = samples[limit].median_us
             copy = {"candidate": "copy", "form": "", "launch": limit, "check": {"verdict": "none"}}
             self.records.append(self._timed(base | copy, samples[limit]))
+        if REST in samples:
+            base["rest_us"] = samples[REST].median_us
+            rest = {"candidate": REST, "form": "", "launch": "", "check": {"verdict": "none"}}
+            self.records.append(self._timed(base | rest, samples[REST]))
         for one in candidates:
             record = base | {
                 "candidate": one.name,
@@ -466,10 +483,10 @@ class _Run:
             mine = samples.get(one.label)
             if mine is not None:
                 record = self._timed(record, mine)
-                if one.baseline is not None:
+                if one.baseline is not None and mode != "chain":
                     bound = base.get("limit_us") or self.ceiling.time_us(record["useful_bytes"])
                     record["faults"] += [str(fault) for fault in handicapped(mine, bound)]
-                else:
+                if one.baseline is None:
                     record["verdicts"] = [
                         {
                             "baseline": other.name,
@@ -495,12 +512,13 @@ class _Run:
             if one.label in withheld:
                 continue
             self._progress(0, shape, f"{mode}, examining {one.label}")
-            if mode == "graph" and one.baseline is not None and not one.baseline.capturable:
+            if mode in GRAPHS and one.baseline is not None and not one.baseline.capturable:
                 withheld[one.label] = "it synchronises, which no graph can hold"
             elif fault := examine_timed(one, timed, self.clock, mode):
                 withheld[one.label] = fault
             else:
-                calls[one.label] = timed.call(one)
+                call = timed.call(one)
+                calls[one.label] = timed.layer(call) if mode == "chain" else call
         ours = {one.label: calls[one.label] for one in candidates if _is_ours(one, calls)}
         ahead = LOOK_FLUSHES if self.clock.asynchronous else 0
         looks = {
@@ -513,7 +531,9 @@ class _Run:
             return Seen({}, {})
         useful = bytes_moved(*shape)
         copies: Mapping[str, Call] = {}
-        if mode != "host" and "copy" in self.options.against:
+        if mode == "chain":
+            copies = {REST: timed.layer(lambda: None)}
+        elif mode != "host" and "copy" in self.options.against:
             copies = copy_candidates(useful, self.device)
         samples = self._measure(mode, shape, {**quick, **copies}, self.options.seconds)
         del copies  # their memory is needed
@@ -580,6 +600,8 @@ class _Run:
         record = record | rounded(samples)
         if samples.mode == "host":
             return record
+        if samples.mode == "chain":
+            return record | {"share": 1 - record["rest_us"] / samples.median_us}
         record["gbps"] = samples.gbps(useful)
         if samples.mode == "flushed":
             record["utilisation"] = samples.gbps(useful) / self.ceiling.gbps

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from dsv4_prologue.measure.baselines import (
     make_inputs,
 )
 from dsv4_prologue.measure.guard import Work, examine
-from dsv4_prologue.measure.timing import Clock, Mode
+from dsv4_prologue.measure.timing import GRAPHS, Clock, Mode
 from dsv4_prologue.selection import plan_for
 from dsv4_prologue.verify import conformance
 from dsv4_prologue.verify.canary import slices
@@ -41,6 +41,8 @@ Bind = Callable[[Inputs, Tensor | None], Call]
 
 FORMS = (IN_PLACE, BUFFER, NEW)
 THROUGH_OPS = "torch.ops, "
+#: Of the low-rank projection that makes Q: q_lora_rank in DeepSeek-V3's published configuration.
+Q_RANK = 1536
 #: What the cache is filled with before an examination.
 POISON = 0xA5
 
@@ -185,6 +187,26 @@ class Timed:
             return call
         return lambda: self.out.copy_(call())  # type: ignore[arg-type]
 
+    @cached_property
+    def _projection(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What a layer's products need: rows of the low rank, a weight, room for their like."""
+        num_tokens, num_heads, head_dim = self.inputs.q.shape
+        hidden = self.inputs.q.new_empty(num_tokens, Q_RANK).normal_()
+        weight = self.inputs.q.new_empty(Q_RANK, num_heads * head_dim).normal_(std=Q_RANK**-0.5)
+        return hidden, weight, torch.empty_like(hidden)
+
+    def layer(self, call: Call) -> Call:
+        """The call on q, between a matrix product that makes q and one that reads it."""
+        hidden, weight, result = self._projection
+        q = self.inputs.q.flatten(1)
+
+        def whole() -> None:
+            torch.mm(hidden, weight, out=q)
+            call()
+            torch.mm(q, weight.T, out=result)
+
+        return whole
+
     def work(self, candidate: Candidate) -> Work:
         """What the call must leave."""
         inputs, out = self.inputs, self.inputs.q if candidate.kind == IN_PLACE else self.out
@@ -246,7 +268,7 @@ def examine_timed(candidate: Candidate, timed: Timed, clock: Clock, mode: Mode) 
         return ""
     call = timed.examined(candidate)
     call()
-    if mode == "graph":
+    if mode in GRAPHS:
         call = clock.captured(call, 1)
     found = examine(candidate.label, call, timed.work(candidate), clock)
     return "; ".join(map(str, found.faults))

@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 
 Call = Callable[[], object]
-Mode = Literal["flushed", "resident", "graph", "host"]
+Mode = Literal["flushed", "resident", "graph", "host", "chain"]
 
-MODES: tuple[Mode, ...] = ("flushed", "resident", "graph", "host")
+MODES: tuple[Mode, ...] = ("flushed", "resident", "graph", "host", "chain")
+#: Those that replay a graph.
+GRAPHS: tuple[Mode, ...] = ("graph", "chain")
 
 #: A flush on a device: a fill of four caches, and no less than this; some 60 us on an H200, whose
 #: L2 has 60 MB. It leaves the cache full of lines to be written back, as a kernel before ours does.
@@ -195,7 +197,7 @@ class DeviceClock(Clock):
 
     def unavailable(self, mode: Mode) -> str:
         """Why nothing can be timed in this mode; empty if it can."""
-        if mode == "graph" and (self._graph is None or not hasattr(self._module, "graph")):
+        if mode in GRAPHS and (self._graph is None or not hasattr(self._module, "graph")):
             return f"torch.{self.device.type} has no graphs"
         return ""
 
@@ -287,7 +289,7 @@ class HostClock(Clock):
     def unavailable(self, mode: Mode) -> str:
         """Why nothing can be timed in this mode; empty if it can."""
         return {
-            "graph": "the CPU has no graphs",
+            **dict.fromkeys(GRAPHS, "the CPU has no graphs"),
             "host": "on the CPU the host does the work itself: mode resident is its time",
         }.get(mode, "")
 

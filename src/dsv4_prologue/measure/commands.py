@@ -39,7 +39,7 @@ ShapesOption = Annotated[
     ),
 ]
 ModeOption = Annotated[
-    str, typer.Option(help="Of flushed, resident, graph and host, joined by commas.")
+    str, typer.Option(help="Of flushed, resident, graph, host and chain, joined by commas.")
 ]
 RecordOption = Annotated[
     Path | None, typer.Option(dir_okay=False, help="Append the records to this file.")
@@ -283,7 +283,9 @@ def _print_mode(console: Console, title: str, records: Sequence[Mapping[str, Any
     table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
     for header in ("tokens x heads", "form"):
         table.add_column(header)
-    for header in ("us", "spread", "GB/s", "of ceiling", "of limit"):
+    ratios = {"utilisation": "of ceiling", "limit_ratio": "of limit", "share": "of a layer"}
+    ratios = {name: told for name, told in ratios.items() if any(name in one for one in records)}
+    for header in ("us", "spread", "GB/s", *ratios.values()):
         table.add_column(header, justify="right")
     for name in names:
         table.add_column(f"{name}: us, ratio")
@@ -297,9 +299,7 @@ def _print_mode(console: Console, title: str, records: Sequence[Mapping[str, Any
             continue
         row += [_three(one["median_us"]), f"{one['spread']:.1%}"]
         row.append(_three(one["gbps"]) if "gbps" in one else "")
-        row += [
-            f"{one[name]:.3f}" if name in one else "" for name in ("utilisation", "limit_ratio")
-        ]
+        row += [f"{one[name]:.3f}" if name in one else "" for name in ratios]
         told = {verdict["baseline"]: verdict for verdict in one["verdicts"]}
         for name in names:
             if name not in told:

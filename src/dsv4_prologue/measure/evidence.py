@@ -16,7 +16,7 @@ from dsv4_prologue.planning import Floor, Problem, plan
 Record = dict[str, Any]
 
 #: The order in which the modes of a benchmark are shown.
-MODES = ("flushed", "resident", "graph", "host")
+MODES = ("flushed", "resident", "graph", "host", "chain")
 
 
 class Against(NamedTuple):

@@ -197,6 +197,7 @@ def _mode_table(rows: Sequence[Row]) -> str:
     """A row a shape: ours, and each baseline's time, ratio and verdict."""
     names = list(dict.fromkeys(name for row in rows for name in row.against))
     headers = ["tokens x heads", ">us", ">spread", ">GB/s", ">of the ceiling", ">limit ratio"]
+    headers.append(">of a layer")
     lines = []
     for row in rows:
         ours = row.ours
@@ -208,6 +209,7 @@ def _mode_table(rows: Sequence[Row]) -> str:
             _figure(ours.get("gbps")),
             _percent(ours.get("utilisation")),
             f"{limit:.3f}" if limit is not None else "",
+            _percent(ours.get("share")),
         ]
         against = (_against_cell(row.against.get(name)) for name in names)
         lines.append([_marked(size(row.shape), row.stale), *figures, *against])

@@ -20,9 +20,20 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-from dsv4_prologue.measure.clock import MODES, Call, Clock, Interval, Mode, clock_for
+from dsv4_prologue.measure.clock import GRAPHS, MODES, Call, Clock, Interval, Mode, clock_for
 
-__all__ = ["MODES", "Call", "Clock", "Mode", "Rounds", "Samples", "clock_for", "measure", "order"]
+__all__ = [
+    "GRAPHS",
+    "MODES",
+    "Call",
+    "Clock",
+    "Mode",
+    "Rounds",
+    "Samples",
+    "clock_for",
+    "measure",
+    "order",
+]
 
 Stopped = Literal["relative error", "rounds", "time"]
 
@@ -43,6 +54,8 @@ SAMPLE_STEPS = 500
 #: Calls in a sample, at most. A captured chain is launched at once, so it may be longer.
 MAX_CALLS = 64
 MAX_CHAIN = 200
+#: Layers in a chain, as many as the model has that this operator is for.
+LAYERS = 43
 #: Calls between two looks at the host's clock. The queue of a device holds some 1024 launches, and
 #: no candidate launches more than about 60 kernels, so that none of these calls waits for room.
 HOST_CALLS = 16
@@ -91,7 +104,7 @@ class Samples:
     """What `measure` saw of one candidate in one mode.
 
     times_us: time of one call in each kept round, in the order of the rounds.
-    mode: "flushed", "resident", "graph" or "host".
+    mode: "flushed", "resident", "graph", "host" or "chain".
     stopped: what ended it: this candidate's median was known to the relative error asked for, or
         the limit on rounds or on time came first.
     rounds: how many were run. `kept`: the numbers of those in `times_us`.
@@ -215,8 +228,8 @@ class _Timer:
         needed = math.ceil(wanted / max(one - clock.empty_us, clock.resolution_us, 0.1))
         if mode == "resident":
             timer.warm, timer.calls = 1, min(needed, MAX_CALLS)
-        elif mode == "graph":
-            timer.chain = min(needed, MAX_CHAIN)
+        elif mode in GRAPHS:
+            timer.chain = LAYERS if mode == "chain" else min(needed, MAX_CHAIN)
             timer.call, timer.warm = clock.captured(call, timer.chain), 1
         if clock.asynchronous or mode == "flushed":
             timer.flushes = ahead(timer.warm + timer.calls)
@@ -338,7 +351,8 @@ def measure(
         clock: of their device.
         mode: "flushed": one call behind a flush of the last-level cache. "resident": calls back to
             back on data that may stay in the cache. "graph": the same, captured and replayed.
-            "host": how long the host is busy with a call that it does not wait for.
+            "host": how long the host is busy with a call that it does not wait for. "chain": of
+            calls that are layers of a model, LAYERS in one graph.
         seed: of the rounds' orders.
         relative_error: stop when every candidate's median is known to this, by the 95 % interval
             of `median_interval`. Not before `min_rounds`.
