@@ -28,6 +28,10 @@ _MAX_CALLS = 16  # calls kept: one a form and token count, and a step repeats it
 #: torch's guard is no public name; these minor versions of torch were seen to have it as used here.
 _GUARD_VERSIONS = ("2.11", "2.13")
 
+#: Looked up once, since a call pays for every attribute. CPU builds of torch have neither.
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
 Key = tuple[Any, ...]
 _Guard: Any = None
 if ".".join(torch.__version__.split(".")[:2]) in _GUARD_VERSIONS:
@@ -52,7 +56,7 @@ class _Call(NamedTuple):
     aliasing: tuple[int, int, bool]  # bytes that q and q_out reach, and whether they may coincide
     out_shape: tuple[int, ...]
     programs: int
-    counts: tuple[Any, ...]
+    fixed: tuple[Any, ...]  # the kernel's arguments behind its pointers
     kernel: Kernel
 
 
@@ -60,18 +64,17 @@ _kernels: dict[Key, Kernel] = {}
 _calls: list[_Call] = []  # the one kept last comes first
 
 
-def _start(kernel: Kernel, programs: int, pointers: tuple[int, ...], counts: Any) -> bool:
+def _start(kernel: Kernel, programs: int, pointers: tuple[int, ...], fixed: Any) -> bool:
     """Launch on the current stream; False where Triton has to."""
-    device, run, head, rest, runtime = kernel
+    device, run, head, _, runtime = kernel
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     if (
         getattr(enter, "calls", enter)
         or getattr(leave, "calls", leave)
-        or torch._C._cuda_getDevice() != device
+        or _current_device() != device
     ):
         return False
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    run(programs, 1, 1, stream, *head, *pointers, *counts, *rest)
+    run(programs, 1, 1, _current_stream(device), *head, *pointers, *fixed)
     return True
 
 
@@ -82,7 +85,9 @@ def launch(key: Key, programs: int, pointers: tuple[int, ...], counts: tuple[Any
     what follows them up to the strides.
     """
     kernel = _kernels.get(key)
-    return kernel is not None and _start(kernel, programs, pointers, counts)
+    return kernel is not None and _start(
+        kernel, programs, pointers, counts + kernel.strides_and_constants
+    )
 
 
 def remember(
@@ -145,7 +150,8 @@ def remember_call(
         dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
         dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
     )
-    kept = _Call(guard.check, form, aliasing, out_shape, programs, counts, kernel)
+    fixed = counts + kernel.strides_and_constants
+    kept = _Call(guard.check, form, aliasing, out_shape, programs, fixed, kernel)
     _calls.insert(0, kept)
     del _calls[_MAX_CALLS:]
 
@@ -163,9 +169,9 @@ def repeat(
     tensors = inputs if new or q_out is q else (*inputs, q_out)
     form = (new, len(tensors), options)
     for call in _calls:
-        same, kept, (reach, reach_out, may_coincide), out_shape, programs, counts, kernel = call
-        if kept != form or not same(*tensors):
+        if call[1] != form or not call[0](*tensors):
             continue
+        _, _, (reach, reach_out, may_coincide), out_shape, programs, fixed, kernel = call
         if q_out is None:
             q_out = q.new_empty(out_shape)
         at, kv_at, cache_at = q.data_ptr(), kv.data_ptr(), k_cache.data_ptr()
@@ -178,5 +184,5 @@ def repeat(
             return None
         # The bf16 view of the cache lies where the cache does.
         pointers = (at, out_at, kv_at, cache_at, cache_at, slots_at, positions_at, table_at, 0)
-        return q_out if _start(kernel, programs, pointers, counts) else None
+        return q_out if _start(kernel, programs, pointers, fixed) else None
     return None
