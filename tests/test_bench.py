@@ -159,7 +159,7 @@ def test_the_records_of_a_run() -> None:
         assert one["record"] == "bench"
         assert (one["card"], one["forced"], one["kernel"]) == ("cpu", False, "torch")
         assert one["plan_reason"]
-        assert one["kernel_hash"] == kernel_hash()
+        assert one["kernel_hash"] == kernel_hash(one["card"])
         assert one["useful_bytes"] == bytes_moved(one["num_tokens"], one["num_heads"])
         assert one["ceilings"]["after"] == one["ceilings"]["before"]
         assert one["ceilings"]["mark"] == ""
@@ -280,10 +280,29 @@ def test_graphs_and_the_cost_of_the_host(monkeypatch: pytest.MonkeyPatch) -> Non
     forms = [IN_PLACE, BUFFER, NEW, "torch.ops, in place", "torch.ops, new tensor"]
     assert [one["form"] for one in of(host, "ours")] == forms
     for one in of(host, "ours"):
-        assert [told["baseline"] for told in one["verdicts"]] == ["theirs", "waits"]
+        compared = [told["baseline"] for told in one["verdicts"]]
+        assert compared == ([] if NEW in one["form"] else ["theirs", "waits"])
         assert not {"gbps", "limit_us", "utilisation"} & one.keys()
     assert holds(records)
     commands.print_bench(records)
+
+
+def test_the_limit_of_what_is_out_of_place_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read-modify-write, however fast, does not bound work that writes elsewhere."""
+    read, write = torch.zeros(1 << 20), torch.zeros(1 << 20)
+    fast = {"rmw torch": lambda: None, "copy torch": lambda: write.copy_(read)}
+    monkeypatch.setattr(bench, "copy_candidates", lambda *_: fast)
+    baselines(monkeypatch, theirs(right_and_new, BUFFER, NEW))
+    records = measured(shapes=SMALL[:1])
+    limits = {one["form"]: one for one in of(records, "copy")}
+    assert {form: one["launch"] for form, one in limits.items()} == {
+        IN_PLACE: "rmw torch",
+        NEW: "copy torch",
+    }
+    for one in of(records, "ours"):
+        limit = limits[IN_PLACE if one["form"] == IN_PLACE else NEW]
+        assert one["limit_us"] == limit["median_us"]
+        assert one["limit_ratio"] == limit["median_us"] / one["median_us"]
 
 
 def test_the_share_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -584,7 +603,7 @@ def test_two_versions_side_by_side(slower: Path, tmp_path: Path) -> None:
     assert [(one["num_tokens"], one["num_heads"]) for one in records] == list(SMALL)
     for one in records:
         assert one["record"] == "compare"
-        assert one["kernel_hash"] == one["other"]["kernel_hash"] == kernel_hash()
+        assert one["kernel_hash"] == one["other"]["kernel_hash"] == kernel_hash(one["card"])
         assert {one[name]["check"]["verdict"] for name in ("again", "other")} == {"ok"}
         assert one["other"]["version"] == str(slower)
         assert one["verdict"]["verdict"] == "faster"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import dsv4_prologue
 from dsv4_prologue.cards import card_names
 from dsv4_prologue.measure import record
 from dsv4_prologue.measure.record import (
@@ -28,27 +29,39 @@ pytestmark = pytest.mark.once
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package of its own, not in any work tree."""
     folder = tmp_path / "tree" / "package"
-    for name in ("__init__.py", "kernels/a.py", "kernels/b.py", "cards/cpu.py"):
+    for name in ("__init__.py", "cards/unknown.py"):
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{name}\n")
+    shutil.copytree(Path(dsv4_prologue.__file__).parent / "kernels", folder / "kernels")
     monkeypatch.setattr(record, "_PACKAGE", folder)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     monkeypatch.delenv(COMMIT_VARIABLE, raising=False)
     return folder
 
 
-def test_kernel_hash_is_of_sources_and_names(package: Path) -> None:
-    before = kernel_hash()
-    assert len(before) == 64
-    assert kernel_hash() == before
-    (package / "cards" / "cpu.py").write_text("another\n")
-    assert kernel_hash() == before
-    (package / "kernels" / "a.py").write_text("a\n")
-    changed = kernel_hash()
-    assert changed != before
-    (package / "kernels" / "a.py").rename(package / "kernels" / "c.py")
-    assert kernel_hash() not in {before, changed}
+def test_kernel_hash_is_of_what_a_card_runs(package: Path) -> None:
+    cards = ("unknown", "ascend-910b", "cpu")  # tiled, vector_core, torch
+    before = {card: kernel_hash(card) for card in cards}
+    assert len(set(before.values())) == 3
+    assert all(len(one) == 64 for one in before.values())
+
+    def changed(name: str) -> set[str]:
+        file = package / name
+        text = file.read_text()
+        file.write_text(text + "#\n")
+        found = {card for card in cards if kernel_hash(card) != before[card]}
+        file.write_text(text)
+        return found
+
+    assert changed("cards/unknown.py") == set()
+    assert changed("kernels/tiled.py") == {"unknown"}
+    assert changed("kernels/vector_core.py") == {"ascend-910b"}
+    assert changed("kernels/composition.py") == {"cpu"}
+    # Both kernels import it; the reader stands beside both.
+    assert changed("kernels/numerics.py") == changed("kernels/gather.py") == set(cards[:2])
+    with pytest.raises(ValueError, match="card: expected one of"):
+        kernel_hash("abacus")
 
 
 def test_card_hash() -> None:
@@ -66,11 +79,9 @@ def git(tree: Path, *arguments: str) -> str:
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_commit_of_a_work_tree(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(COMMIT_VARIABLE, "from the environment")
-    assert commit() == ("from the environment", False)
     tree = package.parent
     git(tree, "init", "-q")
-    assert commit() == ("from the environment", False)  # in a work tree, not tracked there
+    assert commit() == ("unknown", False)  # in a work tree, not tracked there
     git(tree, "add", ".")
     git(tree, "commit", "-q", "-m", "first")
     assert commit() == (git(tree, "rev-parse", "HEAD"), False)
@@ -78,6 +89,8 @@ def test_commit_of_a_work_tree(package: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not commit().dirty
     (package / "__init__.py").write_text("changed\n")
     assert commit() == (git(tree, "rev-parse", "HEAD"), True)
+    monkeypatch.setenv(COMMIT_VARIABLE, "told")
+    assert commit() == ("told", False)
 
 
 def test_commit_without_git(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from dsv4_prologue import explain
 from dsv4_prologue.cards import card_names, get_card
 from dsv4_prologue.measure import charts, tables
 from dsv4_prologue.measure.evidence import Evidence, Place
-from dsv4_prologue.measure.record import card_hash, kernel_hash
+from dsv4_prologue.measure.record import SCHEMA_VERSION, card_hash, kernel_hash
 from dsv4_prologue.measure.report import block, changes, report
 from dsv4_prologue.measure.reported import LABEL, REPORTED
 
@@ -43,7 +43,7 @@ def write(folder: Path, records: list[Record], day: str = DAYS[0], **environment
     """A file with one run."""
     run = {
         "record": "run",
-        "schema_version": 1,
+        "schema_version": SCHEMA_VERSION,
         "date": day,
         "commit": "0123456789abcdef",
         "dirty": False,
@@ -71,7 +71,7 @@ def bench(candidate: str, time_us: float, shape: tuple[int, int], **changed: Any
         "forced": False,
         "kernel": "tiled",
         "launch": str(explain(*shape, card=CARD).launch),
-        "kernel_hash": kernel_hash(),
+        "kernel_hash": kernel_hash(CARD),
         "card_hash": card_hash(CARD),
         "reason": "",
         "median_us": time_us,
@@ -215,7 +215,8 @@ def test_a_card_that_was_only_named_is_no_evidence_of_that_card(tmp_path: Path) 
 
 def proof(name: str, verdict: str = "proved", **changed: Any) -> Record:
     found = {"card": CARD, "proof": name, "verdict": verdict, "reason": f"of {name}", "detail": {}}
-    hashes = {"kernel_hash": kernel_hash(), "card_hash": card_hash(changed.get("card", CARD))}
+    card = changed.get("card", CARD)
+    hashes = {"kernel_hash": kernel_hash(card), "card_hash": card_hash(card)}
     return {"record": "proof", **found, **hashes, **changed}
 
 
@@ -275,7 +276,7 @@ def check(verdict: str = "ok", **changed: Any) -> Record:
         "card": CARD,
         "forced": False,
         "kernel": "tiled",
-        "kernel_hash": kernel_hash(),
+        "kernel_hash": kernel_hash(CARD),
         **changed,
     }
 

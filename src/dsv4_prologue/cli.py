@@ -304,11 +304,10 @@ def verify(
         proofs = prove(names, lambda _: progress.advance(task))
     values = [proof.to_dict() for proof in proofs]
     if record is not None:
-        sources = kernel_hash()
         proved = [
             {
                 "record": "proof",
-                "kernel_hash": sources,
+                "kernel_hash": kernel_hash(value["card"]),
                 "card_hash": card_hash(value["card"]),
                 **value,
             }

@@ -47,9 +47,9 @@ _FLAGS = {
 _SIX = ("Tensor",) * 6
 _IN_PLACE = (*_SIX, "float", "int")
 _OUT_OF_PLACE = (*_SIX, "int", "float", "int")
-#: What the composition holds at a time, beside the arguments: its chunks are of 8 MiB of f32, of
-#: which a few copies live at once. In bytes.
-EAGER_BYTES = 1 << 27
+#: What the composition holds at a time, beside the arguments: on a device its chunks are of 1 GiB
+#: of f32, of which a few copies live at once. In bytes.
+EAGER_BYTES = 4 << 30
 
 Call = Callable[[], object]
 
@@ -228,7 +228,7 @@ def _eager(device: torch.device) -> Baseline | Unavailable:
 
     provenance = {
         "package": "dsv4-prologue",
-        "what": "kernels/composition.py, in chunks of 8 MiB of f32",
+        "what": "kernels/composition.py, in chunks of 1 GiB of f32",
         "version": torch.__version__,
         "device": device.type,
         "patches": [],

@@ -17,7 +17,8 @@ rounded to a nanosecond (none of them, if it was not timed), it has
     useful_bytes      each input read once and each output written once
     gbps              useful bytes over the median time, in GB/s (1e9 bytes a second)
     utilisation       the same over the ceiling before the run; only of flushed data
-    limit_us, limit_ratio                 time of the best bare copy of as many bytes, and over ours
+    limit_us, limit_ratio                 time of the best bare copy of as many bytes, and over
+                      ours; of what is done in place, of the read-modify-writes too
     rest_us, share    in mode chain: a layer without the call, and the call's share of a layer
     ceilings          before, after (None if the run was broken off), mark (empty if all is well)
     device_faults     before, after: what the device got wrong in work of known answer
@@ -459,23 +460,31 @@ class _Run:
         for one in candidates:
             if one.baseline is not None and one.label in withheld:
                 left_out[one.name] = withheld[one.label]
-        limit = best_copy(samples)
         base = self._base(mode, shape)
-        if limit:
-            base["limit_us"] = samples[limit].median_us
-            copy = {"candidate": "copy", "form": "", "launch": limit, "check": {"verdict": "none"}}
-            self.records.append(self._timed(base | copy, samples[limit]))
+        limits = {}
+        for form in sorted({IN_PLACE if one.kind == IN_PLACE else NEW for one in candidates}):
+            best = best_copy(samples, out_of_place=form == NEW)
+            if best:
+                limits[form] = {"limit_us": samples[best].median_us}
+                copy = {"candidate": "copy", "form": form, "launch": best}
+                record = base | limits[form] | copy | {"check": {"verdict": "none"}}
+                self.records.append(self._timed(record, samples[best]))
         if REST in samples:
             base["rest_us"] = samples[REST].median_us
             rest = {"candidate": REST, "form": "", "launch": "", "check": {"verdict": "none"}}
             self.records.append(self._timed(base | rest, samples[REST]))
         for one in candidates:
-            record = base | {
-                "candidate": one.name,
-                "form": one.form,
-                "check": checks[one.label],
-                "reason": withheld.get(one.label, ""),
-            }
+            limit = limits.get(IN_PLACE if one.kind == IN_PLACE else NEW, {})
+            record = (
+                base
+                | limit
+                | {
+                    "candidate": one.name,
+                    "form": one.form,
+                    "check": checks[one.label],
+                    "reason": withheld.get(one.label, ""),
+                }
+            )
             if one.baseline is None:
                 record |= {"left_out": left_out, "verdicts": []}
             else:
@@ -484,7 +493,7 @@ class _Run:
             if mine is not None:
                 record = self._timed(record, mine)
                 if one.baseline is not None and mode != "chain":
-                    bound = base.get("limit_us") or self.ceiling.time_us(record["useful_bytes"])
+                    bound = limit.get("limit_us") or self.ceiling.time_us(record["useful_bytes"])
                     record["faults"] += [str(fault) for fault in handicapped(mine, bound)]
                 if one.baseline is None:
                     record["verdicts"] = [
@@ -583,7 +592,7 @@ class _Run:
             "kernel": plan.kernel,
             "plan_reason": plan.reason,
             "launch": str(plan.launch),
-            "kernel_hash": kernel_hash(),
+            "kernel_hash": kernel_hash(plan.card),
             "card_hash": card_hash(plan.card),
             "reason": "",
             "useful_bytes": bytes_moved(num_tokens, num_heads),

@@ -102,8 +102,15 @@ class Candidate:
         return given or "as shipped"
 
     def does_as(self, ours: Candidate, mode: Mode) -> bool:
-        """Whether ours is to be compared with it: of one form, or for the host's cost in any."""
-        return self.baseline is not None and (mode == "host" or ours.form in self.baseline.forms)
+        """Whether ours is to be compared with it.
+
+        Of one form; for the host's cost in any, but not what makes a tensor with what makes none.
+        """
+        if self.baseline is None:
+            return False
+        if mode == "host":
+            return {self.kind, ours.kind} != {IN_PLACE, NEW}
+        return ours.form in self.baseline.forms
 
 
 def candidate_of(baseline: Baseline, suffix: str = "", **launch: int) -> Candidate:

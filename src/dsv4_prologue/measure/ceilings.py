@@ -150,9 +150,14 @@ def copy_candidates(
     return found
 
 
-def best_copy(samples: Mapping[str, Samples]) -> str:
-    """The name of the fastest of `copy_candidates` among these; empty if there is none."""
-    copies = [name for name in samples if name.startswith((COPY, CHANGE))]
+def best_copy(samples: Mapping[str, Samples], *, out_of_place: bool = False) -> str:
+    """The name of the fastest of `copy_candidates` among these; empty if there is none.
+
+    `out_of_place`: of the copies alone. A read-modify-write touches half as many lines of a cache:
+    no work out of place can do that.
+    """
+    kinds = (COPY,) if out_of_place else (COPY, CHANGE)
+    copies = [name for name in samples if name.startswith(kinds)]
     return min(copies, key=lambda name: samples[name].median_us, default="")
 
 

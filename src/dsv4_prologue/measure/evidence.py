@@ -16,6 +16,8 @@ from dsv4_prologue.planning import Floor, Problem, plan
 Record = dict[str, Any]
 
 #: The order in which the modes of a benchmark are shown.
+#: Forms that do not compare: one makes a tensor, the other does not.
+UNLIKE = {"in place", "new tensor"}
 MODES = ("flushed", "resident", "graph", "host", "chain")
 
 
@@ -85,15 +87,15 @@ class Evidence:
         return cls(sorted(usable, key=lambda one: one["run"]["date"]))
 
     @cached_property
-    def _kernel_hash(self) -> str:
-        return kernel_hash()
+    def _kernel_hashes(self) -> dict[str, str]:
+        return {name: kernel_hash(name) for name in card_names()}
 
     def stale(self, record: Record) -> str:
         """Why a record speaks of something else than today's code; empty if it does not."""
         name = record["card"]
         if name not in card_names():
             return "no such card"
-        if record.get("kernel_hash") != self._kernel_hash:
+        if record.get("kernel_hash") != self._kernel_hashes[name]:
             return "another kernel" if record.get("kernel_hash") else "its kernel is not told"
         if record["record"] == "proof":
             if record.get("card_hash", card_hash(name)) != card_hash(name):
@@ -164,6 +166,8 @@ class Evidence:
                 if "median_us" not in ours:
                     row.against.clear()  # refused in a newer run
                 for verdict in ours.get("verdicts", ()):
+                    if {ours["form"].removeprefix("torch.ops, "), verdict["form"]} == UNLIKE:
+                        continue
                     theirs = times[_key(ours, verdict["baseline"], verdict["form"])]
                     _compare(row, theirs, verdict)
             found.setdefault(key[0], []).append(row)

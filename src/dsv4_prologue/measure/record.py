@@ -25,7 +25,13 @@ from typing import Any, NamedTuple
 from dsv4_prologue.cards import get_card
 
 #: Counts up when a field changes its meaning or goes; a new field does not count it up.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+#: What a card runs, by its kernel: files of kernels/, and what these import from there.
+_RUNS = {
+    "tiled": ("tiled", "gather"),
+    "vector_core": ("vector_core", "gather"),
+    "torch": ("composition",),
+}
 #: Where Linux tells the version of NVIDIA's driver; torch has no public name for it.
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 #: The commit, where the package is installed and no work tree tells it.
@@ -52,9 +58,18 @@ def _sha256(files: Iterable[Path]) -> str:
     return total.hexdigest()
 
 
-def kernel_hash() -> str:
-    """SHA-256 of the kernels' sources, names included: a measurement speaks of these alone."""
-    return _sha256(sorted((_PACKAGE / "kernels").glob("*.py")))
+def kernel_hash(name: str) -> str:
+    """SHA-256 of the kernels' sources that a card runs, names included: a measurement speaks of
+    these alone. Raises ValueError for a name that is no card's.
+    """
+    files = [_PACKAGE / "kernels" / f"{one}.py" for one in _RUNS[get_card(name).kernel]]
+    for file in files:
+        imported = re.findall(
+            r"^from dsv4_prologue\.kernels\.(\w+)", file.read_text(), re.MULTILINE
+        )
+        paths = (file.with_name(f"{one}.py") for one in imported)
+        files += [path for path in paths if path not in files]
+    return _sha256(sorted(files))
 
 
 def card_hash(name: str) -> str:
@@ -64,12 +79,16 @@ def card_hash(name: str) -> str:
 
 
 def commit() -> Commit:
-    """The commit of the work tree that tracks this package, else DSV4_PROLOGUE_COMMIT's value.
+    """What DSV4_PROLOGUE_COMMIT says, or else the commit of the work tree that tracks this package.
 
-    A package that only happens to lie inside somebody's work tree (a virtual environment in a
-    checkout, say) is not tracked there, and that tree's commit says nothing about it.
+    The variable comes first: a copy of the tree may carry another one's git folder. A package that
+    only happens to lie inside somebody's work tree (a virtual environment in a checkout, say) is
+    not tracked there, and that tree's commit says nothing about it.
     """
+    told = os.environ.get(COMMIT_VARIABLE)
     git = shutil.which("git")
+    if told:
+        return Commit(told, False)
     if git is not None:
 
         def ask(*arguments: str) -> str | None:
@@ -81,7 +100,7 @@ def commit() -> Commit:
         head = ask("rev-parse", "HEAD") if tracked else None
         if head:
             return Commit(head, bool(ask("status", "--porcelain", "--", ".")))
-    return Commit(os.environ.get(COMMIT_VARIABLE, "unknown"), False)
+    return Commit("unknown", False)
 
 
 def _host_cpu() -> str:

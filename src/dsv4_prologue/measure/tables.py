@@ -300,8 +300,14 @@ def _summary(name: str, ratios: Sequence[tuple[float, Row]]) -> list[str]:
     return [f"{name}, Q {' or '.join(forms)}", str(len(ratios)), _times(mean), _times(worst), at]
 
 
-def _summaries(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """A line a baseline, and one for the limit."""
+def _summaries(mode: str, rows: Sequence[Row]) -> Iterator[list[str]]:
+    """A line a baseline, and one for the limit; of the host's cost a line a form, too."""
+    if mode == "host":
+        for form in dict.fromkeys(row.ours["form"] for row in rows):
+            yield from _summaries(
+                f"{mode}, {form}", [row for row in rows if row.ours["form"] == form]
+            )
+        return
     for name in dict.fromkeys(name for row in rows for name in row.against):
         pairs = [(row.against[name], row) for row in rows if name in row.against]
         ratios = [(one.ratio, row) for one, row in pairs if math.isfinite(one.ratio)]
@@ -326,7 +332,7 @@ def bench_summary(evidence: Evidence) -> str:
         for mode, rows in ({} if place.forced else evidence.rows(place)).items():
             current = [row for row in rows if not row.stale] or rows
             name = _marked(mode, current[0].stale)
-            lines += [[name, *cells] for cells in _summaries(current)]
+            lines += [[name, *cells] for cells in _summaries(mode, current)]
         if lines:
             parts.append(f"**{place.card}, {place.device}**")
             parts.append(table([*headers, ">run to run"], lines))

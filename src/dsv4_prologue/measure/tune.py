@@ -243,7 +243,7 @@ class Tuner:
                 "num_heads": num_heads,
                 "mode": mode,
                 "card": self.card.name,
-                "kernel_hash": kernel_hash(),
+                "kernel_hash": kernel_hash(self.card.name),
                 "card_hash": card_hash(self.card.name),
                 "useful_bytes": bytes_moved(num_tokens, num_heads),
                 "launch": text(launch),

@@ -115,11 +115,13 @@ class _Subject:
         self._device, self._seed = torch.device(device), seed
         self._clock: Clock = clock_for(self._device)
         self._rounds: Rounds | None = None
+
+    def _kernel_hash(self, card: str) -> str:
         try:
-            record = importlib.import_module(f"{package}.measure.record")
-            self._kernel_hash = record.kernel_hash()
-        except (ImportError, AttributeError):  # a version from before there were records
-            self._kernel_hash = "unknown"
+            record = importlib.import_module(f"{self._package.__name__}.measure.record")
+            return str(record.kernel_hash(card))
+        except (ImportError, AttributeError, TypeError):  # from before there was such a hash
+            return "unknown"
 
     def prepare(self, shape: Shape, form: str, mode: Mode) -> dict[str, Any]:
         """Check the form at a shape, then be ready for rounds; the check, the plan, the hash."""
@@ -144,7 +146,7 @@ class _Subject:
             "forced": plan.forced,
             "launch": str(plan.launch),
             "plan_reason": plan.reason,
-            "kernel_hash": self._kernel_hash,
+            "kernel_hash": self._kernel_hash(plan.card),
             "check": seen,
             "reason": reason,
         }

@@ -240,7 +240,6 @@ def run_check(
     if unknown:
         raise ValueError(f"variants: expected names of {list(VARIANTS)}, got {unknown}")
     where = torch.device(device if device is not None else default_device())
-    sources = kernel_hash()
     records = []
     for num_tokens, num_heads in parse_shapes(shapes):
         for name in variants if variants is not None else variants_for(num_tokens, num_heads):
@@ -261,7 +260,7 @@ def run_check(
                 "forced": plan.forced,
                 "kernel": plan.kernel,
                 "launch": str(plan.launch),
-                "kernel_hash": sources,
+                "kernel_hash": kernel_hash(plan.card),
             }
             refusal = _refusal(num_tokens, num_heads, variant, where, budget)
             if refusal:
