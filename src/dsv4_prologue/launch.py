@@ -37,6 +37,19 @@ class Launched(NamedTuple):
     options: Mapping[str, Any]
 
 
+class _Operands(NamedTuple):
+    """The tensors in the order of the kernels' pointers; None: the call has none."""
+
+    q: Tensor | None
+    q_out: Tensor | None
+    kv: Tensor | None
+    cache: Tensor | None
+    slots: Tensor | None
+    positions: Tensor
+    table: Tensor
+    weight: Tensor | None
+
+
 _recorder: ContextVar[list[Launched] | None] = ContextVar("dsv4_prologue_recorder", default=None)
 
 
@@ -132,113 +145,40 @@ def run_prologue(
 
     `repeatable` are the options of a call that `direct.repeat` may make again, None if it may not.
     """
+    operands = _Operands(
+        q, q_out, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, kv_norm_weight
+    )
     if plan.kernel == "torch":
-        operands = (q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, q_out)
         with torch.inference_mode():  # as a kernel, it may change an inference tensor anywhere
-            _compose(layout, (*operands, kv_norm_weight), eps, cache_block_size, q_norm, q_rope)
+            _compose(layout, operands, eps, cache_block_size, q_norm, q_rope)
         return
-    num_tokens, num_heads, heads_out, num_slots, capacity, *_ = layout
-    launch = plan.launch
-    kv_programs = launch.kv_programs(num_slots) if capacity and num_slots else 0
-    programs = kv_programs + (launch.q_programs(num_tokens, heads_out) if heads_out else 0)
+    num_slots, heads_out, launch = layout.num_slots, layout.num_heads_out, plan.launch
+    kv_programs = launch.kv_programs(num_slots) if layout.capacity and num_slots else 0
+    programs = kv_programs + (launch.q_programs(layout.num_tokens, heads_out) if heads_out else 0)
     if not programs:
         return
-
     key: direct.Key | None = None
-    tensors: tuple[Any, ...] = (q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache)
-    if q_out is not q and layout.out_strides:
-        tensors += (q_out,)
     if position_ids.is_cuda and plan.kernel == "tiled" and not recording():
-        q_at = q.data_ptr() if q is not None else 0
-        out_at = q_out.data_ptr() if q_out is not None else 0
-        kv_at = kv.data_ptr() if kv is not None else 0
-        cache_at = k_cache.data_ptr() if k_cache is not None else 0
-        slots_at = slot_mapping.data_ptr() if slot_mapping is not None else 0
-        weight_at = kv_norm_weight.data_ptr() if kv_norm_weight is not None else 0
-        positions_at, table_at = position_ids.data_ptr(), cos_sin_cache.data_ptr()
-        places = q_at | out_at | kv_at | cache_at | slots_at | positions_at | table_at | weight_at
-        if places % 16 == 0:
-            key = (
-                position_ids.get_device(),
-                layout[5:],
-                num_heads,
-                heads_out,
-                cache_block_size,
-                q is None,
-                kv is None,
-                q_norm,
-                q_rope,
-                slot_mapping.dtype if slot_mapping is not None else None,
-                position_ids.dtype,
-                cos_sin_cache.dtype,
-                kv_norm_weight.dtype if kv_norm_weight is not None else None,
-                launch.tokens_per_tile,
-                launch.kv_tokens_per_tile,
-                launch.heads_per_tile,
-                launch.num_warps,
-                launch.num_stages,
-                launch.dependent,
-                plan.fp8_cast,
-                plan.card,
+        places = [one.data_ptr() if one is not None else 0 for one in operands]
+        if not any(place % 16 for place in places):
+            # The kernel takes the cache twice, as bytes and as bf16.
+            pointers = (*places[:4], *places[3:])
+            counts = (
+                eps,
+                layout.num_tokens,
+                num_slots,
+                layout.capacity,
+                cos_sin_cache.shape[0],
+                kv_programs,
             )
-            counts = (eps, num_tokens, num_slots, capacity, cos_sin_cache.shape[0], kv_programs)
-            # The bf16 view of the cache lies where the cache does.
-            pointers = (
-                q_at,
-                out_at,
-                kv_at,
-                cache_at,
-                cache_at,
-                slots_at,
-                positions_at,
-                table_at,
-                weight_at,
-            )
+            key = _key(plan, layout, operands, cache_block_size, q_norm, q_rope)
             if direct.launch(key, programs, pointers, counts):
                 if repeatable is not None:
-                    _remember_call(layout, tensors, repeatable, key, programs, counts)
+                    _remember_call(layout, operands, repeatable, key, programs, counts)
                 return
-
-    out_strides = layout.out_strides or (heads_out * HEAD_DIM, HEAD_DIM)
-    arguments = {
-        "q_ptr": q,
-        "q_out_ptr": q_out,
-        "kv_ptr": kv,
-        "cache_ptr": k_cache,
-        "cache_bf16_ptr": _as_bf16(k_cache) if k_cache is not None else None,
-        "slot_ptr": slot_mapping,
-        "position_ptr": position_ids,
-        "cos_sin_ptr": cos_sin_cache,
-        "kv_weight_ptr": kv_norm_weight,
-        "eps": eps,
-        "num_tokens": num_tokens,
-        "num_slots": num_slots,
-        "capacity": capacity,
-        "num_positions": cos_sin_cache.shape[0],
-        "kv_programs": kv_programs,
-        "q_token_stride": layout.q_strides[0] if q is not None else 0,
-        "q_head_stride": layout.q_strides[1] if q is not None else 0,
-        "out_token_stride": out_strides[0],
-        "out_head_stride": out_strides[1],
-        "kv_token_stride": layout.kv_stride,
-        "cos_sin_stride": layout.table_stride,
-        "page_stride": layout.page_stride,
-        "page_stride_bf16": layout.page_stride // 2,
-        "HEADS": num_heads,
-        "HEADS_OUT": heads_out,
-        "PAGE_TOKENS": cache_block_size,
-        "TOKENS": launch.tokens_per_tile,
-        "HEADS_PER_TILE": launch.heads_per_tile,
-        "KV_TOKENS": launch.kv_tokens_per_tile,
-        "WIDTH": tile_width(get_card(plan.card).lanes),
-        "HAS_Q": q is not None,
-        "HAS_KV": kv is not None,
-        "Q_NORM": q_norm,
-        "Q_ROPE": q_rope,
-        "KV_NORM": kv_norm_weight is not None,
-        "FP8_CAST": plan.fp8_cast,
-        "DEPENDENT": launch.dependent,
-    }
+    arguments = _arguments(
+        plan, layout, operands, eps, cache_block_size, q_norm, q_rope, kv_programs
+    )
     options = _options(plan, launch.num_warps, launch.num_stages)
     if launch.dependent != "no":
         options["launch_pdl"] = True
@@ -250,17 +190,117 @@ def run_prologue(
         direct.remember(key, key[0], compiled, arguments, fixed_from="q_token_stride")
 
 
+def _out_strides(layout: Layout) -> tuple[int, int]:
+    """q_out's, of a token and a head; contiguous where the call makes it."""
+    strides = layout.out_strides or (layout.num_heads_out * HEAD_DIM, HEAD_DIM)
+    return strides[0], strides[1]
+
+
+def _key(
+    plan: Plan,
+    layout: Layout,
+    operands: _Operands,
+    cache_block_size: int,
+    q_norm: bool,
+    q_rope: bool,
+) -> direct.Key:
+    """All that a compiled kernel and its fixed arguments depend on, where all is aligned."""
+    q, _, kv, _, slots, positions, table, weight = operands
+    launch = plan.launch
+    return (
+        positions.get_device(),
+        layout[5:],
+        layout.num_heads,
+        layout.num_heads_out,
+        cache_block_size,
+        q is None,
+        kv is None,
+        q_norm,
+        q_rope,
+        slots.dtype if slots is not None else None,
+        positions.dtype,
+        table.dtype,
+        weight.dtype if weight is not None else None,
+        launch.tokens_per_tile,
+        launch.kv_tokens_per_tile,
+        launch.heads_per_tile,
+        launch.num_warps,
+        launch.num_stages,
+        launch.dependent,
+        plan.fp8_cast,
+        plan.card,
+    )
+
+
+def _arguments(
+    plan: Plan,
+    layout: Layout,
+    operands: _Operands,
+    eps: float,
+    cache_block_size: int,
+    q_norm: bool,
+    q_rope: bool,
+    kv_programs: int,
+) -> dict[str, Any]:
+    """The kernel's arguments by name, in its order."""
+    q, q_out, kv, k_cache, slots, positions, table, weight = operands
+    out_strides, launch = _out_strides(layout), plan.launch
+    return {
+        "q_ptr": q,
+        "q_out_ptr": q_out,
+        "kv_ptr": kv,
+        "cache_ptr": k_cache,
+        "cache_bf16_ptr": _as_bf16(k_cache) if k_cache is not None else None,
+        "slot_ptr": slots,
+        "position_ptr": positions,
+        "cos_sin_ptr": table,
+        "kv_weight_ptr": weight,
+        "eps": eps,
+        "num_tokens": layout.num_tokens,
+        "num_slots": layout.num_slots,
+        "capacity": layout.capacity,
+        "num_positions": table.shape[0],
+        "kv_programs": kv_programs,
+        "q_token_stride": layout.q_strides[0] if q is not None else 0,
+        "q_head_stride": layout.q_strides[1] if q is not None else 0,
+        "out_token_stride": out_strides[0],
+        "out_head_stride": out_strides[1],
+        "kv_token_stride": layout.kv_stride,
+        "cos_sin_stride": layout.table_stride,
+        "page_stride": layout.page_stride,
+        "page_stride_bf16": layout.page_stride // 2,
+        "HEADS": layout.num_heads,
+        "HEADS_OUT": layout.num_heads_out,
+        "PAGE_TOKENS": cache_block_size,
+        "TOKENS": launch.tokens_per_tile,
+        "HEADS_PER_TILE": launch.heads_per_tile,
+        "KV_TOKENS": launch.kv_tokens_per_tile,
+        "WIDTH": tile_width(get_card(plan.card).lanes),
+        "HAS_Q": q is not None,
+        "HAS_KV": kv is not None,
+        "Q_NORM": q_norm,
+        "Q_ROPE": q_rope,
+        "KV_NORM": weight is not None,
+        "FP8_CAST": plan.fp8_cast,
+        "DEPENDENT": launch.dependent,
+    }
+
+
 def _remember_call(
     layout: Layout,
-    tensors: tuple[Tensor, ...],
+    operands: _Operands,
     options: tuple[Any, ...],
     key: direct.Key,
     programs: int,
     counts: tuple[Any, ...],
 ) -> None:
     """Keep a call that was just launched, for `direct.repeat`."""
+    q, q_out, *others = operands[:-1]  # no weight: such a call is not repeated
+    tensors: tuple[Any, ...] = (q, *others)
+    if q_out is not q and layout.out_strides:
+        tensors += (q_out,)
     n, heads, heads_out = layout.num_tokens, layout.num_heads, layout.num_heads_out
-    out_strides = layout.out_strides or (heads_out * HEAD_DIM, HEAD_DIM)
+    out_strides = _out_strides(layout)
 
     def reach(heads: int, by_token: int, by_head: int) -> int:
         return 2 * ((n - 1) * by_token + (heads - 1) * by_head + HEAD_DIM)
@@ -297,7 +337,7 @@ def _launch_in_chunks(
 
 def _compose(
     layout: Layout,
-    tensors: tuple[Any, ...],
+    operands: _Operands,
     eps: float,
     cache_block_size: int,
     q_norm: bool,
@@ -306,18 +346,16 @@ def _compose(
     """Run a call as a composition of torch operations."""
     from dsv4_prologue.kernels import composition
 
-    q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, q_out, weight = tensors
-    if q is not None:
-        composition.queries(
-            q, q_out, position_ids, cos_sin_cache, eps=eps, q_norm=q_norm, q_rope=q_rope
-        )
-    if kv is not None:
+    q, q_out, kv, cache, slots, positions, table, weight = operands
+    if q is not None and q_out is not None:
+        composition.queries(q, q_out, positions, table, eps=eps, q_norm=q_norm, q_rope=q_rope)
+    if kv is not None and cache is not None and slots is not None:
         composition.insert(
             kv,
-            k_cache,
-            slot_mapping,
-            position_ids,
-            cos_sin_cache,
+            cache,
+            slots,
+            positions,
+            table,
             eps=eps,
             cache_block_size=cache_block_size,
             kv_norm_weight=weight,
