@@ -40,8 +40,9 @@ def python() -> Path:
 def test_every_tile_form_and_chip_is_proved() -> None:
     card = replace(CARD, limits=Limits(65535, 240))  # the least multiple of 40 and of 48
     proofs = ascend.prove(card)
-    assert [(proof.verdict, proof.card) for proof in proofs] == [("proved", CARD.name)] * 3
-    tiles, forms, chips = (proof.detail for proof in proofs)
+    assert [(proof.verdict, proof.card) for proof in proofs] == [("proved", CARD.name)] * 4
+    tiles, forms, reader, chips = (proof.detail for proof in proofs)
+    assert set(reader) == {"i64 slots", "i32 slots"}
     assert list(tiles) == [f"{n} heads a program" for n in (1, 2, 4, 8, 16, 32)]
     for figures in [*tiles.values(), *forms.values()]:
         assert 0 < figures["ub_bytes"] <= figures["ub_limit"] == 192 * 1024
@@ -50,6 +51,17 @@ def test_every_tile_form_and_chip_is_proved() -> None:
     assert whole["scalar_loads"] == {"slot_ptr": 1, "position_ptr": 2}  # one position a role
     assert forms["no norm, no rope"]["scalar_loads"] == {"slot_ptr": 1, "position_ptr": 1}
     assert chips["Ascend910B4"] == 40
+
+
+def test_a_reader_of_too_many_rows_is_refused(python: Path) -> None:
+    jobs = {
+        name: one | {"constants": one["constants"] | {"ROWS": 16}}
+        for name, one in ascend.reader_jobs().items()
+    }
+    lowerings = dict(zip(jobs, ascend.lower([*jobs.values()], python=python), strict=True))
+    proof = ascend._reader_proof(CARD, "the reader", lowerings)
+    assert proof.verdict == "refused"
+    assert "ub overflow" in proof.reason
 
 
 def test_a_grid_that_is_no_multiple_on_some_chip_is_refused(python: Path) -> None:

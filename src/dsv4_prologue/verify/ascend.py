@@ -29,7 +29,7 @@ from typing import Any, Final
 from dsv4_prologue.cards.card import Card, Limits
 from dsv4_prologue.launch import TILED_ONLY
 from dsv4_prologue.planning import Launch
-from dsv4_prologue.verify.compilers import Form
+from dsv4_prologue.verify.compilers import Form, GatherForm
 from dsv4_prologue.verify.proof import Proof
 
 PYTHON_VARIABLE: Final = "DSV4_PROLOGUE_ASCEND_PYTHON"
@@ -203,16 +203,16 @@ def read_lowering(result: Mapping[str, Any]) -> Lowering:
     )
 
 
-def faults(lowering: Lowering) -> list[str]:
-    """What is wrong with a lowering, in words; empty if nothing."""
+def faults(lowering: Lowering, *, slow: bool = True) -> list[str]:
+    """What is wrong with a lowering, in words; empty if nothing. `slow`: scalar code is, too."""
     if lowering.stage != "accepted":
         return [f"refused by the {lowering.stage}: {lowering.refusal}"]
     found = []
     if lowering.ub_bytes > lowering.ub_limit:
         found.append(f"{lowering.ub_bytes} bytes of a buffer of {lowering.ub_limit}")
-    if lowering.loops:
+    if slow and lowering.loops:
         found.append(f"scalar loops, of {', '.join(lowering.loops)} trips")
-    if lowering.scalar_accesses:
+    if slow and lowering.scalar_accesses:
         found.append(f"scalar memory access: {lowering.scalar_accesses[0]}")
     for count, what in (
         (lowering.float_to_int, "conversions of a scalar float to an integer"),
@@ -307,6 +307,15 @@ def form_jobs(largest: int) -> dict[str, dict[str, Any]]:
     }
 
 
+def reader_jobs() -> dict[str, dict[str, Any]]:
+    """A job for each kind of slots that the reader takes."""
+    jobs = {f"{dtype} slots": GatherForm(index_dtype=dtype).job(32) for dtype in ("i64", "i32")}
+    return {
+        name: {key: one[key] for key in ("kernel", "types", "constants")} | {"target": CHIPS[0]}
+        for name, one in jobs.items()
+    }
+
+
 def chip_jobs() -> dict[str, dict[str, Any]]:
     """A job for each chip of the name, to learn how many vector cores it has."""
     return {chip: job(Form(heads=1, has_kv=False), chip=chip) for chip in CHIPS}
@@ -328,6 +337,20 @@ def _forms_proof(card: Card, name: str, lowerings: Mapping[str, Lowering]) -> Pr
     return Proof(card.name, name, "proved", reason, detail)
 
 
+def _reader_proof(card: Card, name: str, lowerings: Mapping[str, Lowering]) -> Proof:
+    detail = {form: lowering.to_dict() for form, lowering in lowerings.items()}
+    wrong = {form: said for form, one in lowerings.items() if (said := faults(one, slow=False))}
+    if wrong:
+        reason = "; ".join(f"{form}: {', '.join(said)}" for form, said in wrong.items())
+        return Proof(card.name, name, "refused", reason, detail)
+    most = max(lowerings.values(), key=lambda lowering: lowering.ub_bytes)
+    reason = (
+        f"accepted without a word; at most {most.ub_bytes} of {most.ub_limit} bytes of Unified "
+        f"Buffer; {len(most.loops)} scalar loops make it slow: it is for checks, not for serving"
+    )
+    return Proof(card.name, name, "proved", reason, detail)
+
+
 def _chips_proof(card: Card, name: str, lowerings: Mapping[str, Lowering]) -> Proof:
     multiple_of = card.limits.multiple_of if card.limits is not None else 1
     cores = {chip: lowering.vector_cores for chip, lowering in lowerings.items()}
@@ -341,7 +364,7 @@ def _chips_proof(card: Card, name: str, lowerings: Mapping[str, Lowering]) -> Pr
 
 
 def prove(card: Card) -> list[Proof]:
-    """Prove what can be of a card that runs the vector-core kernel: three proofs.
+    """Prove what can be of a card that runs the vector-core kernel: four proofs.
 
     Makes the environment if there is none. Where that fails, the proofs are not provable here.
     """
@@ -349,6 +372,7 @@ def prove(card: Card) -> list[Proof]:
     proofs = {
         "Ascend's compiler, every tile": (_forms_proof, tile_jobs(largest)),
         "Ascend's compiler, every form": (_forms_proof, form_jobs(largest)),
+        "Ascend's compiler, the reader": (_reader_proof, reader_jobs()),
         "grids, every chip": (_chips_proof, chip_jobs()),
     }
     jobs = [one for _, named in proofs.values() for one in named.values()]
