@@ -17,6 +17,7 @@ from dsv4_prologue.cards import get_card
 from dsv4_prologue.cards.card import Limits
 from dsv4_prologue.verify import ascend
 from dsv4_prologue.verify.compilers import Form
+from dsv4_prologue.verify.launches import grid_faults
 
 pytestmark = pytest.mark.once
 
@@ -336,7 +337,7 @@ def launches(num_tokens: int, num_heads: int, *, kv: bool) -> tuple[list[tuple[i
 @pytest.mark.parametrize(("num_heads", "kv"), [(1, False), (8, True), (64, True), (128, True)])
 def test_launches_are_within_the_limits(num_tokens: int, num_heads: int, kv: bool) -> None:
     assert CARD.limits is not None
-    assert ascend.launch_faults(*launches(num_tokens, num_heads, kv=kv), CARD.limits) == []
+    assert grid_faults(*launches(num_tokens, num_heads, kv=kv), CARD.limits) == []
 
 
 @pytest.fixture
@@ -359,14 +360,14 @@ def test_a_planted_launch_is_refused(
 ) -> None:
     assert CARD.limits is not None
     planted(limits)
-    assert says in "; ".join(ascend.launch_faults(*launches(65536, 1, kv=False), CARD.limits))
+    assert says in "; ".join(grid_faults(*launches(65536, 1, kv=False), CARD.limits))
 
 
 def test_launches_that_leave_out_or_repeat_programs_are_told() -> None:
     limits = Limits(80, 40)
-    assert ascend.launch_faults([(0, 80), (80, 40)], 81, limits) == []
+    assert grid_faults([(0, 80), (80, 40)], 81, limits) == []
     for wrong in ([(0, 80)], [(0, 80), (40, 80)], [(0, 80), (120, 40)]):
-        assert "each once" in ascend.launch_faults(wrong, 81, limits)[0]
+        assert "each once" in grid_faults(wrong, 81, limits)[0]
 
 
 def test_the_card_s_order() -> None:

@@ -90,13 +90,11 @@ def launch(key: Key, programs: int, pointers: tuple[int, ...], counts: tuple[Any
     )
 
 
-def remember(
-    key: Key, device: int, compiled: Any, arguments: Mapping[str, Any], fixed_from: str
-) -> None:
+def remember(key: Key, compiled: Any, arguments: Mapping[str, Any], fixed_from: str) -> None:
     """Keep a kernel that Triton just launched with these arguments, if it is one we can launch.
 
-    The arguments are in the kernel's order; from `fixed_from` on they are the same for every call
-    under this key.
+    The key begins with the device's index. The arguments are in the kernel's order; from
+    `fixed_from` on they are the same for every call under this key.
     """
     launcher: Any = getattr(compiled, "run", None)
     if type(launcher).__module__ != "triton.backends.nvidia.driver":
@@ -118,7 +116,7 @@ def remember(
         head = (head[0], *modes, *head[1:])
     if len(_kernels) >= _MAX_KEYS:
         _kernels.clear()
-    _kernels[key] = Kernel(device, run, head, rest, triton.knobs.runtime)
+    _kernels[key] = Kernel(key[0], run, head, rest, triton.knobs.runtime)
 
 
 def remember_call(

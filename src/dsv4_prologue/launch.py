@@ -187,7 +187,7 @@ def run_prologue(
         return
     compiled = _launch(plan.kernel, programs, arguments, options, position_ids.device)
     if key is not None:
-        direct.remember(key, key[0], compiled, arguments, fixed_from="q_token_stride")
+        direct.remember(key, compiled, arguments, fixed_from="q_token_stride")
 
 
 def _out_strides(layout: Layout) -> tuple[int, int]:

@@ -7,7 +7,7 @@ vector instruction of, it makes a scalar loop of in silence, and a pointer cast 
 exits with 0; so a form is proved by what is read from the last open IR, not by its acceptance
 (`Lowering`, `faults`).
 
-Also here: what the card does to a grid (`vector_core_order`, `launch_faults`).
+Also here: what the card does to a grid (`vector_core_order`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from dsv4_prologue.cards.card import Card, Limits
+from dsv4_prologue.cards.card import Card
 from dsv4_prologue.launch import TILED_ONLY
 from dsv4_prologue.planning import Launch
 from dsv4_prologue.verify.compilers import Form, GatherForm
@@ -387,22 +387,6 @@ def prove(card: Card) -> list[Proof]:
 
 
 # --------------------------------------------------------------------------------------- grids
-
-
-def launch_faults(
-    launches: Sequence[tuple[int, int]], num_programs: int, limits: Limits
-) -> list[str]:
-    """What is wrong with a call's launches, each (first program, grid); empty if nothing."""
-    found = []
-    for _, grid in launches:
-        if grid > limits.max_programs:
-            found.append(f"{grid} programs in one launch, which takes {limits.max_programs}")
-        if grid % limits.multiple_of:
-            found.append(f"{grid} programs are no multiple of {limits.multiple_of} vector cores")
-    ends = [0, *(first + grid for first, grid in launches)]
-    if [first for first, _ in launches] != ends[:-1] or ends[-1] < num_programs:
-        found.append(f"launches {list(launches)} are not {num_programs} programs, each once")
-    return found
 
 
 def vector_core_order(

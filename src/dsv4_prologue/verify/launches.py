@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from dsv4_prologue.cards import Card
+from dsv4_prologue.cards.card import Limits
 from dsv4_prologue.launch import Launched, record_launches
 from dsv4_prologue.op import prologue
 from dsv4_prologue.planning import Launch, Problem, plan
@@ -36,20 +37,26 @@ def expected_programs(launch: Launch, num_tokens: int, num_heads: int) -> int:
     return launch.kv_programs(num_tokens) + launch.q_programs(num_tokens, num_heads)
 
 
+def grid_faults(grids: Sequence[tuple[int, int]], num_programs: int, limits: Limits) -> list[str]:
+    """What is wrong with a call's launches, each (first program, programs); empty if nothing."""
+    found = []
+    for _, programs in grids:
+        if not 0 < programs <= limits.max_programs:
+            found.append(f"{programs} programs in one launch, which takes {limits.max_programs}")
+        if programs % limits.multiple_of:
+            found.append(f"{programs} programs are no multiple of {limits.multiple_of}")
+    ends = [0, *(first + programs for first, programs in grids)]
+    idle = ends[-1] - num_programs
+    if [first for first, _ in grids] != ends[:-1] or not 0 <= idle < limits.multiple_of:
+        found.append(f"launches {list(grids)} are not {num_programs} programs, each once")
+    return found
+
+
 def _faults(card: Card, launch: Launch, size: tuple[int, int]) -> Iterator[str]:
     """What is wrong with the launches of one call."""
-    limits = card.limits
-    most = limits.max_programs if limits is not None else MAX_PROGRAMS
-    multiple = limits.multiple_of if limits is not None else 1
+    limits = card.limits if card.limits is not None else Limits(MAX_PROGRAMS)
     launches = record(*size)
-    first = 0
     for one in launches:
-        if not 0 < one.programs <= most:
-            yield f"{size}: {one.programs} programs in a launch, at most {most}"
-        if one.programs % multiple:
-            yield f"{size}: {one.programs} programs are no multiple of {multiple}"
-        if one.arguments.get("first_program", 0) != first:
-            yield f"{size}: a chunk starts at {one.arguments['first_program']}, not at {first}"
         if one.kernel != card.kernel:
             yield f"{size}: the kernel {one.kernel}"
         if one.options.get("num_warps") != launch.num_warps:
@@ -60,7 +67,6 @@ def _faults(card: Card, launch: Launch, size: tuple[int, int]) -> Iterator[str]:
             yield f"{size}: options {sorted(set(one.options) - OPTIONS)} that no plan asks for"
         if card.can_disable_fp_fusion and one.options.get("enable_fp_fusion") is not False:
             yield f"{size}: multiply and add may be contracted"
-        first += one.programs
     if launches:
         tile = launches[0].arguments
         seen = tile.get("TOKENS", 1), tile["HEADS_PER_TILE"], tile.get("KV_TOKENS", 1)
@@ -68,9 +74,9 @@ def _faults(card: Card, launch: Launch, size: tuple[int, int]) -> Iterator[str]:
         sides = planned.tokens_per_tile, planned.heads_per_tile, planned.kv_tokens_per_tile
         if seen != sides:
             yield f"{size}: the tile {seen}, planned {sides}"
-        wanted = expected_programs(planned, *size)
-        if not wanted <= first < wanted + multiple:
-            yield f"{size}: {first} programs for {wanted} with work"
+        grids = [(one.arguments.get("first_program", 0), one.programs) for one in launches]
+        for fault in grid_faults(grids, expected_programs(planned, *size), limits):
+            yield f"{size}: {fault}"
     elif size[0]:
         yield f"{size}: nothing was launched"
 
