@@ -281,7 +281,7 @@ def test_graphs_and_the_cost_of_the_host(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [one["form"] for one in of(host, "ours")] == forms
     for one in of(host, "ours"):
         compared = [told["baseline"] for told in one["verdicts"]]
-        assert compared == ([] if NEW in one["form"] else ["theirs", "waits"])
+        assert compared == ([] if NEW in one["form"] else ["theirs", "waits"])  # both in place
         assert not {"gbps", "limit_us", "utilisation"} & one.keys()
     assert holds(records)
     commands.print_bench(records)

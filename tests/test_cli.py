@@ -192,6 +192,33 @@ def test_check_prints_its_records_and_stores_them(tmp_path: Path) -> None:
     assert {"date", "commit", "command", "environment"} <= stored["run"].keys()
 
 
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        (CHECK, "# A page of prose\n"),
+        (("verify", "--card", "cpu"), '{"record": "check"}\n'),  # without its run
+        (("bench", "--device", "cpu", "--shapes", "1x1"), "[1, 2]\n"),
+    ],
+)
+def test_a_file_of_something_else_is_not_appended_to(
+    tmp_path: Path, command: tuple[str, ...], text: str
+) -> None:
+    pytest.importorskip("torch")
+    file = tmp_path / "precious.md"
+    file.write_text(text)
+    result = invoke(*command, "--record", str(file))
+    assert result.exit_code == 2, result.output
+    assert "expected a file of records" in " ".join(result.output.split())
+    assert file.read_text() == text
+
+
+def test_verify_does_not_hold_where_nothing_is_proved() -> None:
+    pytest.importorskip("torch")
+    result = invoke("verify", "--card", "cpu")
+    assert result.exit_code == 1, result.output
+    assert "0 proved, 0 refused" in result.stdout
+
+
 def test_check_as_a_table_ends_in_a_sum() -> None:
     pytest.importorskip("torch")
     result = invoke(*CHECK)

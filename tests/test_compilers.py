@@ -8,6 +8,10 @@ matter whether this one interprets.
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -78,6 +82,30 @@ def test_tiles_on_hopper(
         # A row in one warp: nothing to hand over.
         assert artefact.shared_bytes == artefact.shared_accesses == artefact.barriers == 0
     assert whole.shared_bytes <= 32  # the scale bytes of a token of several warps
+
+
+OLDER = """
+import importlib, json, sys
+from triton.language.extra import cuda
+for module in (cuda, importlib.import_module("triton.language.extra.cuda")):  # may be two
+    for name in ("gdc_wait", "gdc_launch_dependents"):
+        if hasattr(module, name):
+            delattr(module, name)
+from dsv4_prologue.kernels import tiled
+from dsv4_prologue.verify import _compile_worker
+assert not tiled.CAN_DEPEND
+print(_compile_worker._assembly(json.loads(sys.argv[1]))["shared"])
+"""
+
+
+def test_a_triton_without_dependent_launches_compiles_the_kernel() -> None:
+    """Before 3.4 Triton looks up every name of a kernel, those in branches not taken, too."""
+    job = {**Form().job(32), "target": ["cuda", 90, 32]}
+    command = [sys.executable, "-c", OLDER, json.dumps(job)]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
 
 
 def test_ceiling_of_registers() -> None:

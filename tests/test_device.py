@@ -139,3 +139,17 @@ def test_many_tokens_ten_times(device: str, card: str) -> None:
             case = build_case(4096, 8, Variant(not_finite=True), device=device, seed=seed)
             expected = reference.prologue(**case.arguments())
             verify(case, dsv4_prologue.prologue(**case.arguments()), expected)
+
+
+def test_launches_that_differ_in_tokens_of_kv_alone(device: str) -> None:
+    """By turns, on the same tensors: neither may be launched with the other's grid."""
+    case = build_case(37, 8, Variant(out="in place"), device=device)
+    arguments = case.arguments()
+    few, many = (Launch(1, 4, 4, kv_tokens_per_tile=tokens) for tokens in (1, 4))
+    for tile in (few, many, few, many):
+        assert case.k_cache is not None
+        case.k_cache.fill_(0xA5)
+        _, expected = reference.prologue(**arguments)
+        with use_launch(tile):
+            dsv4_prologue.prologue(**arguments)
+        assert torch.equal(case.k_cache, expected)

@@ -52,7 +52,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
     monkeypatch.setattr(direct, "_kernels", {("key",): KERNEL})
     reach = 5 * 3 * 1024
     *inputs, q_out = good().values()
-    aliasing, shape = (reach, reach, True), (5, 3, 512)
+    aliasing, shape = (reach, reach, 5 * 1024, True), (5, 3, 512)
     for tensors, new in ((inputs, False), ([*inputs, q_out], False), (inputs, True)):
         kept = (tuple(tensors), OPTIONS, aliasing, shape, new, ("key",), 7, (1, 2))
         direct.remember_call(*kept)
@@ -98,6 +98,12 @@ def one_row_apart() -> tuple[torch.Tensor, torch.Tensor]:
     return flat[:-1].view(5, 3, 512), flat[1:].view(5, 3, 512)
 
 
+def kv_in_a_head() -> tuple[torch.Tensor, torch.Tensor]:
+    """A kv and a q_out of the right strides that share a row."""
+    flat = torch.zeros(20, 512, dtype=torch.bfloat16)
+    return flat[14:19], flat[:15].view(5, 3, 512)
+
+
 Change = Callable[[dict[str, torch.Tensor]], dict[str, Any]]
 CHANGES: dict[str, Change] = {
     "q dtype": lambda c: {"q": c["q"].half()},
@@ -124,6 +130,7 @@ CHANGES: dict[str, Change] = {
     "out heads": lambda c: {"q_out": torch.cat((c["q_out"], c["q_out"]), dim=1)},
     "out dtype": lambda c: {"q_out": c["q_out"].float()},
     "out overlaps q": lambda _: dict(zip(("q", "q_out"), one_row_apart(), strict=True)),
+    "out overlaps kv": lambda _: dict(zip(("kv", "q_out"), kv_in_a_head(), strict=True)),
     "unaligned": lambda _: {"kv": torch.zeros(5 * 512 + 1).bfloat16()[1:].view(5, 512)},
 }
 

@@ -333,6 +333,14 @@ ROWS: list[tuple[str, Change, type[Exception], str, str, str]] = [
         "overlaps q otherwise",
     ),
     (
+        "q_out overlaps kv",
+        lambda a: {"kv": a["q_out"][:, 1]},
+        ValueError,
+        "q_out",
+        "no byte of kv",
+        "overlaps kv",
+    ),
+    (
         "weight float16",
         lambda a: {"kv_norm_weight": a["kv"][0].half()},
         TypeError,
@@ -558,6 +566,21 @@ def test_disjoint_interleaved_rows_are_no_overlap(device: str) -> None:
     wanted = dsv4_prologue.prologue(**arguments).clone()
     arguments |= {"q": both[:, :H], "q_out": both[:, H:], "k_cache": arguments["k_cache"].clone()}
     assert torch.equal(dsv4_prologue.prologue(**arguments), wanted)
+
+
+def test_q_and_kv_of_one_projection(device: str) -> None:
+    """Rows of q, a row of kv behind them, token by token: in place on q touches no byte of kv."""
+    arguments = good(device)
+    both = torch.zeros(N, H + 1, 512, dtype=torch.bfloat16, device=device)
+    both[:, :H], both[:, H] = arguments["q"], arguments["kv"]
+    wanted = dsv4_prologue.prologue(**arguments).clone()
+    cache = torch.full_like(arguments["k_cache"], 0xA5)
+    q, kv = both[:, :H], both[:, H]
+    made = dsv4_prologue.prologue(**arguments | {"q": q, "q_out": q, "kv": kv, "k_cache": cache})
+    assert made is q
+    assert torch.equal(q, wanted)
+    assert torch.equal(kv, arguments["kv"])
+    assert torch.equal(cache, arguments["k_cache"])
 
 
 def test_rows_of_other_strides_in_one_buffer(device: str) -> None:

@@ -78,7 +78,7 @@ FAULTS = [
         "tiled",
         "& (head < HEADS_OUT)",
         "& (head >= 0)",
-        "q",
+        "two lanes store one byte: argument 'q_out_ptr'",
     ),
     (
         "the tail of tokens is skipped",

@@ -11,7 +11,7 @@ import torch
 import dsv4_prologue
 from dsv4_prologue import Launch, reference, use_card, use_launch
 from dsv4_prologue.cards import card_names, get_card
-from dsv4_prologue.planning import DEFAULT_LAUNCH
+from dsv4_prologue.planning import DEFAULT_LAUNCH, tile_width
 from dsv4_prologue.selection import interpreting
 from dsv4_prologue.verify.compare import compare
 from dsv4_prologue.verify.inputs import Case, Variant, build_case, canary_violations
@@ -64,26 +64,42 @@ def test_every_form(device: str, name: str) -> None:
     check(build_case(17, 5, VARIANTS[name], device=device, seed=3))
 
 
-TILES = [(1, 1, 1), (8, 1, 4), (4, 1, 4), (1, 2, 1), (1, 4, 2), (2, 2, 1)]
+TILES = [
+    Launch(1, 1, 1),
+    Launch(8, 1, 4),
+    Launch(4, 1, 4),
+    Launch(1, 2, 1),
+    Launch(1, 4, 2),
+    Launch(2, 2, 1),
+    Launch(1, 4, 4, kv_tokens_per_tile=4),
+    Launch(4, 1, 4, kv_tokens_per_tile=2),
+]
+#: By cast and width of the tile, a card that has them.
+CARDS = {
+    ("compiler", 512): "interpreter",
+    ("compiler", 256): "nvidia-ada",
+    ("integer", 512): "unknown",
+    ("integer", 256): "nvidia-ampere",
+}
 
 
-@pytest.mark.parametrize("cast", ["compiler", "integer"])
-@pytest.mark.parametrize(("tokens", "heads", "warps"), TILES)
+@pytest.mark.parametrize(("cast", "width"), CARDS)
+@pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.usefixtures("kernels")
-def test_every_tile_and_cast(device: str, tokens: int, heads: int, warps: int, cast: str) -> None:
+def test_every_tile_and_cast(device: str, tile: Launch, cast: str, width: int) -> None:
     """Odd N and H: every tile but 1x1 has a tail on one side."""
-    card = "unknown" if cast == "integer" else "interpreter"
-    with use_card(card), use_launch(Launch(tokens, heads, warps)):
-        assert dsv4_prologue.explain(1, 1).fp8_cast == cast
+    card = CARDS[cast, width]
+    assert (get_card(card).fp8_cast, tile_width(get_card(card).lanes)) == (cast, width)
+    with use_card(card), use_launch(tile):
         variant = Variant(pad_heads=2, out="in place", not_finite=True, short=True)
-        check(build_case(11, 3, variant, device=device, seed=tokens * 10 + heads))
-        check(build_case(9, 5, Variant(cache_block_size=4), device=device, seed=heads))
+        check(build_case(11, 3, variant, device=device, seed=tile.heads_per_tile))
+        check(build_case(9, 5, Variant(cache_block_size=4), device=device, seed=3))
 
 
 #: What the cards run: each way once, by the first card that runs so. The plain form with the
 #: compiler's cast is what `test_every_form` runs, and vector_core has a file of its own.
 WAYS = {
-    (card.fp8_cast, replace(launch, dependent="no")): name
+    (card.fp8_cast, tile_width(card.lanes), replace(launch, dependent="no")): name
     for name, card in ((name, get_card(name)) for name in reversed(card_names()))
     if card.kernel == "tiled"
     for launch in card.launches
@@ -94,9 +110,9 @@ WAYS = {
 @pytest.mark.parametrize(
     ("card", "launch"),
     [
-        pytest.param(card, launch, id=f"{card}-{launch.tokens_per_tile}x{launch.heads_per_tile}")
-        for (cast, launch), card in WAYS.items()
-        if (cast, launch) != ("compiler", DEFAULT_LAUNCH)
+        pytest.param(card, launch, id=f"{card}, {launch}")
+        for (cast, width, launch), card in WAYS.items()
+        if (cast, width, launch) != ("compiler", 512, DEFAULT_LAUNCH)
     ],
 )
 @pytest.mark.usefixtures("kernels")
@@ -107,11 +123,11 @@ def test_every_form_as_every_card_runs_it(
         check(build_case(17, 5, VARIANTS[form], device=device, seed=3))
 
 
-@pytest.mark.parametrize("cast", ["compiler", "integer"])
+@pytest.mark.parametrize(("cast", "width"), CARDS)
 @pytest.mark.usefixtures("kernels")
-def test_bytes_that_bite(device: str, cast: str) -> None:
+def test_bytes_that_bite(device: str, cast: str, width: int) -> None:
     """Many tokens in wide tiles: every scale byte, edge and tie that the inputs walk."""
-    card = "unknown" if cast == "integer" else "interpreter"
+    card = CARDS[cast, width]
     with use_card(card), use_launch(Launch(64, 1, 4)):
         check(build_case(509, 1, Variant(not_finite=True), device=device, seed=1))
 

@@ -6,6 +6,7 @@ import hashlib
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,13 @@ def test_the_first_rule_that_holds_wins(
     assert made.reason.startswith(reason)
     assert made.card == "some-card"
     assert not made.forced
+
+
+def test_lanes_are_of_a_size_that_tiles_have() -> None:
+    with pytest.raises(
+        ValueError, match=r"some-card: expected lanes of 16, 32, 64 or None, got 48"
+    ):
+        replace(RULED, lanes=48)
 
 
 def test_a_given_launch_says_so() -> None:

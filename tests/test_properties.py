@@ -53,6 +53,7 @@ tiles = st.builds(
     tokens_per_tile=st.sampled_from([1, 2, 4, 8]),
     heads_per_tile=st.sampled_from([1, 2, 4]),
     num_warps=st.sampled_from([1, 2, 4]),
+    kv_tokens_per_tile=st.sampled_from([0, 1, 2, 4, 8]),
 )
 
 

@@ -89,6 +89,8 @@ def test_commit_of_a_work_tree(package: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not commit().dirty
     (package / "__init__.py").write_text("changed\n")
     assert commit() == (git(tree, "rev-parse", "HEAD"), True)
+    monkeypatch.setenv(COMMIT_VARIABLE, git(tree, "rev-parse", "HEAD"))
+    assert commit() == (git(tree, "rev-parse", "HEAD"), True)  # no way to hide the change
     monkeypatch.setenv(COMMIT_VARIABLE, "told")
     assert commit() == ("told", False)
 

@@ -276,7 +276,7 @@ def check(verdict: str = "ok", **changed: Any) -> Record:
         "card": CARD,
         "forced": False,
         "kernel": "tiled",
-        "kernel_hash": kernel_hash(CARD),
+        "kernel_hash": kernel_hash(changed.get("card", CARD)),
         **changed,
     }
 

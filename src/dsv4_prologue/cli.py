@@ -22,7 +22,7 @@ from rich.table import Table
 
 from dsv4_prologue._version import __version__
 from dsv4_prologue.cards import card_names
-from dsv4_prologue.measure.commands import bench, tune
+from dsv4_prologue.measure.commands import RecordOption, bench, tune
 from dsv4_prologue.measure.report import report
 from dsv4_prologue.selection import CARD_VARIABLE, default_device, explain, interpreting, select
 from dsv4_prologue.verify.proof import VERDICTS
@@ -193,9 +193,7 @@ def check(
         typer.Option(help="A form of call, may be given again; without it, each that fits."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
-    record: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Append the records to this file.")
-    ] = None,
+    record: RecordOption = None,
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -285,14 +283,12 @@ def verify(
         str,
         typer.Option(metavar="NAME|all", help="A card by name, or all of them."),
     ] = "all",
-    record: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Append the proofs to this file.")
-    ] = None,
+    record: RecordOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Prove of a card what can be proved without it: bytes, memory, compilers, launches.
 
-    Holds if nothing is refused.
+    Holds if nothing is refused and something is proved.
     """
     _require("torch", INSTALLING)
     from dsv4_prologue.measure.record import append, card_hash, kernel_hash
@@ -325,8 +321,8 @@ def verify(
         Console(markup=False, highlight=False).print(table)
         counts = Counter(proof.verdict for proof in proofs)
         typer.echo(", ".join(f"{counts[name]} {name}" for name in VERDICTS))
-    refused = any(proof.verdict == "refused" for proof in proofs)
-    raise typer.Exit(1 if refused else 0)
+    verdicts = {proof.verdict for proof in proofs}
+    raise typer.Exit(0 if "proved" in verdicts and "refused" not in verdicts else 1)
 
 
 @app.command(name="affected")

@@ -307,7 +307,18 @@ def check_aliasing(
         )
 
 
-def check_prologue(  # noqa: PLR0915 (the whole contract, written out for speed)
+def check_apart(q_out: Tensor, out_strides: tuple[int, ...], kv: Tensor) -> None:
+    """Refuse a q_out that shares a byte with kv, which is only read. Both have at least one row."""
+    tokens, heads, _ = q_out.shape
+    first, first_kv = q_out.data_ptr(), kv.data_ptr()
+    reach = (tokens - 1) * out_strides[0] + (heads - 1) * out_strides[1] + HEAD_DIM
+    reach_kv = (tokens - 1) * kv.stride(0) + HEAD_DIM
+    spans_meet = first < first_kv + 2 * reach_kv and first_kv < first + 2 * reach
+    if spans_meet and _rows_overlap(q_out, kv[:, None]):
+        _value("q_out", "no byte of kv, which is only read", "a buffer that overlaps kv")
+
+
+def check_prologue(  # noqa: PLR0912, PLR0915 (the whole contract, written out for speed)
     q: Tensor | None,
     kv: Tensor | None,
     k_cache: Tensor | None,
@@ -377,6 +388,8 @@ def check_prologue(  # noqa: PLR0915 (the whole contract, written out for speed)
         if kv.shape != (num_tokens, HEAD_DIM) or kv_strides[1] != 1:
             _check_rows("kv", kv, (num_tokens, HEAD_DIM), f"[{num_tokens}, {HEAD_DIM}]")
         kv_stride = kv_strides[0]
+        if q_out is not None and addresses and num_tokens:
+            check_apart(q_out, out_strides, kv)
         capacity, page_stride = check_cache(k_cache, cache_block_size, device, where, addresses)
         num_slots = _check_index("slot_mapping", slot_mapping, device, where, num_tokens, True)
     else:

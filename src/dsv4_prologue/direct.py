@@ -53,7 +53,8 @@ class _Call(NamedTuple):
 
     same: Callable[..., bool]
     form: tuple[bool, int, tuple[Any, ...]]  # whether q_out is made, how many tensors, the options
-    aliasing: tuple[int, int, bool]  # bytes that q and q_out reach, and whether they may coincide
+    #: Bytes that q, q_out and kv reach, and whether q and q_out may coincide.
+    aliasing: tuple[int, int, int, bool]
     out_shape: tuple[int, ...]
     programs: int
     fixed: tuple[Any, ...]  # the kernel's arguments behind its pointers
@@ -122,7 +123,7 @@ def remember(key: Key, compiled: Any, arguments: Mapping[str, Any], fixed_from: 
 def remember_call(
     tensors: tuple[Tensor, ...],
     options: tuple[Any, ...],
-    aliasing: tuple[int, int, bool],
+    aliasing: tuple[int, int, int, bool],
     out_shape: tuple[int, ...],
     new: bool,
     key: Key,
@@ -169,7 +170,7 @@ def repeat(
     for call in _calls:
         if call[1] != form or not call[0](*tensors):
             continue
-        _, _, (reach, reach_out, may_coincide), out_shape, programs, fixed, kernel = call
+        _, _, (reach, reach_out, reach_kv, may_coincide), out_shape, programs, fixed, kernel = call
         if q_out is None:
             q_out = q.new_empty(out_shape)
         at, kv_at, cache_at = q.data_ptr(), kv.data_ptr(), k_cache.data_ptr()
@@ -179,6 +180,8 @@ def repeat(
             return None
         apart = out_at >= at + reach or at >= out_at + reach_out
         if not (apart or (at == out_at and may_coincide)):
+            return None
+        if not (out_at >= kv_at + reach_kv or kv_at >= out_at + reach_out):
             return None
         # The bf16 view of the cache lies where the cache does.
         pointers = (at, out_at, kv_at, cache_at, cache_at, slots_at, positions_at, table_at, 0)

@@ -81,6 +81,14 @@ def _kernel(name: str) -> Any:
     }[name]
 
 
+@functools.cache
+def _can_depend() -> bool:
+    """Whether this Triton has dependent launches, as upstream's does from 3.4 on."""
+    from dsv4_prologue.kernels import tiled
+
+    return tiled.CAN_DEPEND
+
+
 def _launch(
     name: str,
     programs: int,
@@ -104,6 +112,9 @@ def _launch(
         # Interpreted programs run after one another: there is nothing to wait for.
         interpreter.run(_kernel(name), (programs,), {**arguments, **options, "DEPENDENT": "no"})
         return None
+    if options.get("launch_pdl") and not _can_depend():
+        arguments = {**arguments, "DEPENDENT": "no"}
+        options = {name: value for name, value in options.items() if name != "launch_pdl"}
     module = torch.get_device_module(device)
     elsewhere = device.index is not None and device.index != module.current_device()
     with module.device(device) if elsewhere else contextlib.nullcontext():
@@ -159,10 +170,8 @@ def run_prologue(
         return
     key: direct.Key | None = None
     if position_ids.is_cuda and plan.kernel == "tiled" and not recording():
-        places = [one.data_ptr() if one is not None else 0 for one in operands]
-        if not any(place % 16 for place in places):
-            # The kernel takes the cache twice, as bytes and as bf16.
-            pointers = (*places[:4], *places[3:])
+        pointers = _pointers(operands)
+        if not any(pointer % 16 for pointer in pointers):
             counts = (
                 eps,
                 layout.num_tokens,
@@ -188,6 +197,12 @@ def run_prologue(
     compiled = _launch(plan.kernel, programs, arguments, options, position_ids.device)
     if key is not None:
         direct.remember(key, compiled, arguments, fixed_from="q_token_stride")
+
+
+def _pointers(operands: _Operands) -> tuple[int, ...]:
+    """The kernel's pointers, in its order: it takes the cache twice, as bytes and as bf16."""
+    places = [one.data_ptr() if one is not None else 0 for one in operands]
+    return (*places[:4], *places[3:])
 
 
 def _out_strides(layout: Layout) -> tuple[int, int]:
@@ -308,6 +323,7 @@ def _remember_call(
     aliasing = (
         reach(heads, *layout.q_strides[:2]),
         reach(heads_out, *out_strides[:2]),
+        reach(1, layout.kv_stride, 0),
         layout.q_strides[:2] == out_strides[:2],
     )
     out_shape, new = (n, heads_out, HEAD_DIM), not layout.out_strides

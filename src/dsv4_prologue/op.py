@@ -207,7 +207,7 @@ def prologue(
         eps: added to the mean of squares.
         cache_block_size: tokens a page.
         q_out: bf16 `[N, heads out, 512]`, or q itself, or a buffer that holds q as exactly its
-            first heads. None: a new tensor.
+            first heads. It shares no byte with kv. None: a new tensor.
         num_heads_out: heads of the output, at least H; those from H on are written as +0.
         q_norm, q_rope: whether Q is normalised, and rotated.
         kv_norm_weight: bf16 or f32 `[512]`: KV gets a weighted RMSNorm, rounded to bf16, first.

@@ -1,7 +1,7 @@
 """The contract's arithmetic as Triton functions: RoPE pairs, UE8M0 scales, E4M3 codes.
 
 Only constructs that every Triton from 3.2 takes, vendors' builds included: no log2 or exp2, no
-pointer casts, no shift by a per-lane amount.
+pointer casts, and for Ascend no shift by a per-lane amount.
 """
 
 import triton

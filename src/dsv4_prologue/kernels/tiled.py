@@ -2,10 +2,10 @@
 
 A tile of Q has two sides, TOKENS x HEADS_PER_TILE rows; one of KV has KV_TOKENS; 1x1 is the plain
 form. Programs below `kv_programs` work on KV, the others on query heads. A row is read and written
-as its last WIDTH dims, the tail, and those before it, if any, the lead: with WIDTH eight times the
-lanes of a warp a row stays in one warp, however many warps share a tile, and nothing goes through
-shared memory. Every byte is stored once, and Q only after its whole row was loaded, so that Q may
-be changed in place.
+as its last WIDTH dims, the tail, and those before it, if any, the lead. With WIDTH eight times the
+lanes of a warp, aligned tensors and as many rows as warps, each warp has rows of its own, and
+nothing goes through shared memory. Every byte is stored once, and Q only after its whole row was
+loaded, so that Q may be changed in place.
 """
 
 import triton
@@ -23,6 +23,13 @@ from dsv4_prologue.kernels.numerics import (
     quantize,
     rotate,
 )
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # before 3.4, and vendors' builds, which would look them up in a dead branch
+    gdc_launch_dependents = gdc_wait = None
+#: Whether this Triton has dependent launches.
+CAN_DEPEND = gdc_wait is not None
 
 
 @triton.jit
@@ -222,9 +229,9 @@ def prologue_kernel(
     is let go only after that.
     """
     if DEPENDENT != "no":
-        tl.extra.cuda.gdc_wait()
+        gdc_wait()
     if DEPENDENT == "early":
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_launch_dependents()
     program = tl.program_id(0)
     if HAS_KV:
         if program < kv_programs:

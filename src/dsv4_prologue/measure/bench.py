@@ -492,7 +492,7 @@ class _Run:
             mine = samples.get(one.label)
             if mine is not None:
                 record = self._timed(record, mine)
-                if one.baseline is not None and mode != "chain":
+                if one.baseline is not None and mode not in ("host", "chain"):
                     bound = limit.get("limit_us") or self.ceiling.time_us(record["useful_bytes"])
                     record["faults"] += [str(fault) for fault in handicapped(mine, bound)]
                 if one.baseline is None:

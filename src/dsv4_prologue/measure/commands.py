@@ -41,8 +41,23 @@ ShapesOption = Annotated[
 ModeOption = Annotated[
     str, typer.Option(help="Of flushed, resident, graph, host and chain, joined by commas.")
 ]
+
+
+def records_file(path: Path | None) -> Path | None:
+    """Refuse a file that holds something else than records, before anything is measured."""
+    from dsv4_prologue.measure.record import check_appendable
+
+    if path is not None:
+        try:
+            check_appendable(path)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+    return path
+
+
 RecordOption = Annotated[
-    Path | None, typer.Option(dir_okay=False, help="Append the records to this file.")
+    Path | None,
+    typer.Option(dir_okay=False, callback=records_file, help="Append the records to this file."),
 ]
 SecondsOption = Annotated[
     float, typer.Option(min=0.01, help="Time for the rounds of a shape in a mode, at most.")

@@ -16,9 +16,9 @@ from dsv4_prologue.planning import Floor, Problem, plan
 Record = dict[str, Any]
 
 #: The order in which the modes of a benchmark are shown.
-#: Forms that do not compare: one makes a tensor, the other does not.
-UNLIKE = {"in place", "new tensor"}
 MODES = ("flushed", "resident", "graph", "host", "chain")
+#: The form of a call that makes a tensor for Q.
+NEW = "new tensor"
 
 
 class Against(NamedTuple):
@@ -29,6 +29,7 @@ class Against(NamedTuple):
     low: float  # of the ratio's interval; not finite where there were too few rounds
     high: float
     time_us: float | None  # theirs
+    ours_us: float | None  # ours, of the same run and process
     before: float | None  # the ratio of the run before, if there was one
 
 
@@ -166,10 +167,10 @@ class Evidence:
                 if "median_us" not in ours:
                     row.against.clear()  # refused in a newer run
                 for verdict in ours.get("verdicts", ()):
-                    if {ours["form"].removeprefix("torch.ops, "), verdict["form"]} == UNLIKE:
-                        continue
+                    if (NEW in ours["form"]) != (NEW in verdict["form"]):
+                        continue  # one makes a tensor, the other does not
                     theirs = times[_key(ours, verdict["baseline"], verdict["form"])]
-                    _compare(row, theirs, verdict)
+                    _compare(row, ours, theirs, verdict)
             found.setdefault(key[0], []).append(row)
         return {mode: found[mode] for mode in MODES if mode in found}
 
@@ -180,7 +181,7 @@ def _key(record: Record, candidate: str, form: str) -> tuple[object, ...]:
     return id(record["run"]), record["process"], record["mode"], *shape, candidate, form
 
 
-def _compare(row: Row, theirs: Record, verdict: Record) -> None:
+def _compare(row: Row, ours: Record, theirs: Record, verdict: Record) -> None:
     """Take a verdict of a newer run into a row."""
     known = row.against.get(verdict["baseline"])
     low, high = (math.nan if verdict[end] is None else verdict[end] for end in ("low", "high"))
@@ -190,5 +191,6 @@ def _compare(row: Row, theirs: Record, verdict: Record) -> None:
         low,
         high,
         theirs.get("median_us"),
+        ours.get("median_us"),
         known.ratio if known is not None else None,
     )

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dsv4_prologue.cards import get_card
+from dsv4_prologue.planning import tile_width
 
 #: Counts up when a field changes its meaning or goes; a new field does not count it up.
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 1
 #: What a card runs, by its kernel: files of kernels/, and what these import from there.
 _RUNS = {
     "tiled": ("tiled", "gather"),
@@ -34,7 +35,7 @@ _RUNS = {
 }
 #: Where Linux tells the version of NVIDIA's driver; torch has no public name for it.
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
-#: The commit, where the package is installed and no work tree tells it.
+#: The commit, for where no work tree tells it, or the wrong one.
 COMMIT_VARIABLE = "DSV4_PROLOGUE_COMMIT"
 
 #: The numbers of a kernel's release; what follows them names a machine's build.
@@ -50,8 +51,8 @@ class Commit(NamedTuple):
     dirty: bool
 
 
-def _sha256(files: Iterable[Path]) -> str:
-    total = hashlib.sha256()
+def _sha256(files: Iterable[Path], more: str = "") -> str:
+    total = hashlib.sha256(more.encode())
     for file in files:
         total.update(f"{file.name}\0".encode())
         total.update(hashlib.sha256(file.read_bytes()).digest())
@@ -59,8 +60,8 @@ def _sha256(files: Iterable[Path]) -> str:
 
 
 def kernel_hash(name: str) -> str:
-    """SHA-256 of the kernels' sources that a card runs, names included: a measurement speaks of
-    these alone. Raises ValueError for a name that is no card's.
+    """SHA-256 of the kernels' sources that a card runs, names included, and of its tiles' width: a
+    measurement speaks of these alone. Raises ValueError for a name that is no card's.
     """
     files = [_PACKAGE / "kernels" / f"{one}.py" for one in _RUNS[get_card(name).kernel]]
     for file in files:
@@ -69,7 +70,7 @@ def kernel_hash(name: str) -> str:
         )
         paths = (file.with_name(f"{one}.py") for one in imported)
         files += [path for path in paths if path not in files]
-    return _sha256(sorted(files))
+    return _sha256(sorted(files), f"tiles of {tile_width(get_card(name).lanes)} dims")
 
 
 def card_hash(name: str) -> str:
@@ -81,14 +82,13 @@ def card_hash(name: str) -> str:
 def commit() -> Commit:
     """What DSV4_PROLOGUE_COMMIT says, or else the commit of the work tree that tracks this package.
 
-    The variable comes first: a copy of the tree may carry another one's git folder. A package that
-    only happens to lie inside somebody's work tree (a virtual environment in a checkout, say) is
-    not tracked there, and that tree's commit says nothing about it.
+    The variable comes first: a copy of the tree may carry another one's git folder. Whether files
+    differ is told only of the work tree's own commit. A package that only happens to lie inside
+    somebody's work tree (a virtual environment in a checkout, say) is not tracked there, and that
+    tree's commit says nothing about it.
     """
     told = os.environ.get(COMMIT_VARIABLE)
     git = shutil.which("git")
-    if told:
-        return Commit(told, False)
     if git is not None:
 
         def ask(*arguments: str) -> str | None:
@@ -98,9 +98,9 @@ def commit() -> Commit:
 
         tracked = ask("ls-files", "--error-unmatch", "__init__.py")
         head = ask("rev-parse", "HEAD") if tracked else None
-        if head:
+        if head and told in (None, "", head):
             return Commit(head, bool(ask("status", "--porcelain", "--", ".")))
-    return Commit("unknown", False)
+    return Commit(told or "unknown", False)
 
 
 def _host_cpu() -> str:
@@ -177,6 +177,16 @@ def append(
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(line) + "\n" for line in (run, *records))
+
+
+def check_appendable(path: Path | str) -> None:
+    """Raise ValueError where records would be appended to a file that holds something else."""
+    path = Path(path)
+    if path.exists() and path.stat().st_size:
+        try:
+            read(path)
+        except (ValueError, AttributeError) as error:  # no JSON, or no objects
+            raise ValueError(f"{path}: expected a file of records, or none: {error}") from error
 
 
 def read(path: Path | str) -> list[dict[str, Any]]:

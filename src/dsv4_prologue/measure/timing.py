@@ -54,11 +54,13 @@ SAMPLE_STEPS = 500
 #: Calls in a sample, at most. A captured chain is launched at once, so it may be longer.
 MAX_CALLS = 64
 MAX_CHAIN = 200
-#: Layers in a chain, as many as the model has that this operator is for.
+#: Layers in a chain: `num_hidden_layers` of transformers' DeepseekV4Config.
 LAYERS = 43
 #: Calls between two looks at the host's clock. The queue of a device holds some 1024 launches, and
 #: no candidate launches more than about 60 kernels, so that none of these calls waits for room.
 HOST_CALLS = 16
+#: Rounds that no limit on time cuts short: fewer give no verdict.
+FEWEST_ROUNDS = 10
 #: Rounds between two looks at whether enough is known: a look takes the host some milliseconds.
 LOOK_EVERY = 5
 #: The flush lasts this many times as long as the host takes to enqueue what follows it.
@@ -356,8 +358,9 @@ def measure(
         seed: of the rounds' orders.
         relative_error: stop when every candidate's median is known to this, by the 95 % interval
             of `median_interval`. Not before `min_rounds`.
-        max_rounds, max_seconds: stop in any case. The time is counted from the first round that
-            counts; compiling and warming up come before.
+        max_rounds, max_seconds: stop in any case, but the time does not before FEWEST_ROUNDS, or
+            `min_rounds` if that is less. It is counted from the first round that counts; compiling
+            and warming up come before.
         progress: called after each round with its number from 1 and a guess of the share done.
 
     Raises ValueError for a mode that this device has not. What a candidate raises is not caught:
@@ -371,7 +374,7 @@ def measure(
     while True:
         rounds.run()
         count, share = rounds.count, (clock.now() - start) / max_seconds
-        over = share >= 1 or count >= max_rounds
+        over = (share >= 1 and count >= min(FEWEST_ROUNDS, min_rounds)) or count >= max_rounds
         if over or count % LOOK_EVERY == 0:
             errors = [one.relative_error for one in rounds.result().values()]
             worst = max(errors, default=0.0)

@@ -23,13 +23,12 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from dsv4_prologue.measure.timing import Samples, median_interval
+from dsv4_prologue.measure.timing import FEWEST_ROUNDS, Samples, median_interval
 
 VerdictName = Literal["faster", "slower", "same", "unclear"]
 
 SAME_WITHIN = 0.01
 CONFIDENCE = 0.99
-MIN_ROUNDS = 10
 #: A set is bimodal if its best cut in two leaves means this many within-part deviations apart
 #: (Ashman's D). Of simulated sets of 20 and more, normal and uniform ones reach 6 in 3 of 1000 at
 #: most, and two equal normals 8 deviations apart nearly always.
@@ -145,8 +144,8 @@ def verdict(ours: Samples, theirs: Samples, *, same_within: float = SAME_WITHIN)
     low, high = median_interval(ratios, CONFIDENCE)
     step = ours.resolution_us / ours.median_us + theirs.resolution_us / theirs.median_us
     low, high = low * (1 - step / 2), high * (1 + step / 2)
-    if len(pairs) < MIN_ROUNDS:
-        few = f"{len(pairs)} rounds in common, fewer than {MIN_ROUNDS}"
+    if len(pairs) < FEWEST_ROUNDS:
+        few = f"{len(pairs)} rounds in common, fewer than {FEWEST_ROUNDS}"
         return Verdict("unclear", ratio, low, high, few)
     for whose, samples in (("ours", ours), ("theirs", theirs)):
         doubt = doubts(samples, same_within)
@@ -154,7 +153,7 @@ def verdict(ours: Samples, theirs: Samples, *, same_within: float = SAME_WITHIN)
             return Verdict("unclear", ratio, low, high, f"{whose}: {doubt}; and the sets overlap")
     name, why = _rule(low, high, same_within)
     return Verdict(
-        name, ratio, low, high, f"{CONFIDENCE:.0%} interval {low:.3f} to {high:.3f}{why}"
+        name, ratio, low, high, f"{CONFIDENCE:.0%} interval {low:.3f} to {high:.3f} {why}"
     )
 
 

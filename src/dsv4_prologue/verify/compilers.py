@@ -458,6 +458,15 @@ def row_width(rows: int, lanes: int, lanes_of_warp: int) -> int:
     return min(128, rows * 16 * tile_width(lanes_of_warp) // lanes)
 
 
+def shared_ceiling(rows: int, num_warps: int) -> int:
+    """Bytes of shared memory a tile may take, at most.
+
+    None where each warp has a row of its own; else what a warp tells the others of a shared row, a
+    sum or eight scale bytes.
+    """
+    return 0 if rows >= num_warps else 8 * num_warps
+
+
 def _faults_in_rows(form: Form, artefact: Artefact) -> list[str]:
     """What is wrong with the accesses of a form of one role, Q or KV."""
     loads, stores, launch = artefact.loads, artefact.stores, form.launch
@@ -475,7 +484,7 @@ def _faults_in_rows(form: Form, artefact: Artefact) -> list[str]:
         faults.append(f"rows are not loaded {width} bits at once: {loads}")
     if form.has_q and stores != {128: expected}:
         faults.append(f"not {expected} 128-bit stores of Q and nothing else: {stores}")
-    if artefact.shared_bytes and rows >= launch.num_warps:  # each warp has a row of its own
+    if artefact.shared_bytes > shared_ceiling(rows, launch.num_warps):
         faults.append(f"{artefact.shared_bytes} B of shared memory")
     # Of KV the part with the rotated dims once, and all of it as codes, of half the bits.
     tails = max(1, expected * tile_width(warp) // 512)

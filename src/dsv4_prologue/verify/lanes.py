@@ -27,6 +27,7 @@ from dsv4_prologue.verify.compilers import (
     Target,
     row_width,
     run_jobs,
+    shared_ceiling,
 )
 from dsv4_prologue.verify.proof import Proof, Verdict
 
@@ -145,7 +146,7 @@ def _faults(lanes: int, launch: Launch, queries: Layout, kv: Layout) -> list[str
     shared = [
         f"{launch}: {role} takes {layout.shared_bytes} B of shared memory"
         for role, layout, rows in (("Q", queries, rows), ("KV", kv, launch.kv_tokens_per_tile))
-        if layout.shared_bytes and rows >= launch.num_warps  # each warp has a row of its own
+        if layout.shared_bytes > shared_ceiling(rows, launch.num_warps)
     ]
     return shared + [
         f"{launch}: a row of {role} has {access.kind}s of {access.bits} bits, not {bits}"

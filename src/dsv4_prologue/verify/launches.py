@@ -10,7 +10,7 @@ from dsv4_prologue.cards import Card
 from dsv4_prologue.cards.card import Limits
 from dsv4_prologue.launch import Launched, record_launches
 from dsv4_prologue.op import prologue
-from dsv4_prologue.planning import Launch, Problem, plan
+from dsv4_prologue.planning import Launch, Problem, plan, tile_width
 from dsv4_prologue.selection import use_card, use_launch
 from dsv4_prologue.verify.proof import Proof
 
@@ -74,6 +74,8 @@ def _faults(card: Card, launch: Launch, size: tuple[int, int]) -> Iterator[str]:
         sides = planned.tokens_per_tile, planned.heads_per_tile, planned.kv_tokens_per_tile
         if seen != sides:
             yield f"{size}: the tile {seen}, planned {sides}"
+        if tile.get("WIDTH", 512) != tile_width(card.lanes):
+            yield f"{size}: tiles {tile['WIDTH']} dims wide, on {card.lanes} lanes"
         grids = [(one.arguments.get("first_program", 0), one.programs) for one in launches]
         for fault in grid_faults(grids, expected_programs(planned, *size), limits):
             yield f"{size}: {fault}"

@@ -19,7 +19,7 @@ from triton.runtime.interpreter import InterpreterError
 from dsv4_prologue import reference
 from dsv4_prologue.cards import Card, get_card
 from dsv4_prologue.op import prologue
-from dsv4_prologue.planning import Launch
+from dsv4_prologue.planning import Launch, tile_width
 from dsv4_prologue.selection import use_card, use_launch
 from dsv4_prologue.verify.ascend import vector_core_order
 from dsv4_prologue.verify.compare import compare
@@ -159,7 +159,8 @@ def prove_all(names: Iterable[str]) -> list[Proof]:
     found = []
     for name in names:
         card = get_card(name)
-        alike = (card.kernel, card.fp8_cast, card.launches, card.limits, card.heads_divide)
+        width = tile_width(card.lanes)
+        alike = (card.kernel, width, card.fp8_cast, card.launches, card.limits, card.heads_divide)
         if alike not in known:
             known[alike] = prove(card)
         found += [dataclasses.replace(proof, card=name) for proof in known[alike]]

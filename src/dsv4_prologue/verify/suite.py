@@ -45,7 +45,7 @@ def prove(names: list[str], on_proof: Callable[[Proof], None] | None = None) -> 
     """
     cards = [get_card(name) for name in names]
     if importlib.util.find_spec("triton") is None:
-        absent = "Triton is not installed"
+        absent = "Triton is not installed (the README says how, under Installing)"
         return [Proof(name, "all", "not provable here", absent) for name in names]
     with _interpreted(names) as simulated:
         static = {card.name: _static(card) for card in cards}
