@@ -296,6 +296,12 @@ def test_checks_are_a_row_a_card_and_device(tmp_path: Path) -> None:
     assert CARD not in of(tmp_path, "check:metax-c550")
 
 
+def test_of_old_kernels_the_newest_is_shown(tmp_path: Path) -> None:
+    write(tmp_path, [check(kernel_hash="older", variant="gone")])
+    write(tmp_path, [check(kernel_hash="old")])
+    assert row_of(of(tmp_path, "check"), f"{CARD} (stale: another kernel)")[2] == "1"
+
+
 def test_old_checks_are_stale_until_there_are_new_ones(tmp_path: Path) -> None:
     write(tmp_path, [check(kernel_hash="old"), check(kernel_hash="old", variant="gone")])
     assert row_of(of(tmp_path, "check"), f"{CARD} (stale: another kernel)")[2] == "2"

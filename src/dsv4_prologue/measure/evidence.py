@@ -114,9 +114,11 @@ class Evidence:
         return (one for one in self.records if one["record"] == kind)
 
     def _current(self, records: Iterable[Record]) -> list[Record]:
-        """Those of today's code, or all of them where none is."""
+        """Those of today's code; where none is, those of the newest one's kernel."""
         found = list(records)
-        return [one for one in found if not self.stale(one)] or found
+        today = [one for one in found if not self.stale(one)]
+        newest = found[-1].get("kernel_hash") if found else None
+        return today or [one for one in found if one.get("kernel_hash") == newest]
 
     def proofs(self) -> dict[str, list[Record]]:
         """By card, the proofs of the newest run that proved anything of it."""
@@ -167,8 +169,9 @@ class Evidence:
                 if "median_us" not in ours:
                     row.against.clear()  # refused in a newer run
                 for verdict in ours.get("verdicts", ()):
-                    if (NEW in ours["form"]) != (NEW in verdict["form"]):
-                        continue  # one makes a tensor, the other does not
+                    makes_one = NEW in ours["form"], NEW in verdict["form"]
+                    if ours["mode"] == "host" and len(set(makes_one)) == 2:
+                        continue  # making a tensor is part of what the host pays
                     theirs = times[_key(ours, verdict["baseline"], verdict["form"])]
                     _compare(row, ours, theirs, verdict)
             found.setdefault(key[0], []).append(row)
