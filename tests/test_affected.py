@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -52,6 +54,23 @@ def test_the_graph_sees_imports_inside_functions() -> None:
     graph = import_graph()
     assert "dsv4_prologue.kernels.tiled" in graph["dsv4_prologue.launch"]
     assert "dsv4_prologue.kernels.numerics" in graph["dsv4_prologue.kernels.tiled"]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_work_tree_is_the_current_folder_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that in which the package happens to be installed."""
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path / "inner")
+    with pytest.raises(ValueError, match="base: "):
+        changed_since("HEAD")
+    identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run(["git", *identity, *command], cwd=tmp_path, check=True)
+    (tmp_path / "new").write_text("new\n")
+    assert changed_since("HEAD") == ["new"]
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from dsv4_prologue.cards import card_names, get_card
+from dsv4_prologue.cards.card import KERNELS
 
 PACKAGE = "dsv4_prologue"
 _FOLDER = Path(__file__).resolve().parent
@@ -27,12 +28,6 @@ _ROOTS = tuple(
         "verify._ascend_worker",
     )
 )
-#: The kernels behind a card's `kernel`; all cards but those of torch read with `gather`.
-_KERNELS = {
-    "tiled": ("tiled", "gather"),
-    "vector_core": ("vector_core", "gather"),
-    "torch": ("composition",),
-}
 #: Files outside the package that decide what the jobs run with.
 _SHARED = ("pyproject.toml", "constraints.txt", "noxfile.py", "Makefile")
 
@@ -76,7 +71,7 @@ def affected(changed: Iterable[str]) -> list[str]:
     kernels = f"{PACKAGE}.kernels."
     common = {one for one in _reachable(graph, _ROOTS) if not one.startswith(kernels)}
     own = {
-        name: _reachable(graph, [kernels + kernel for kernel in _KERNELS[get_card(name).kernel]])
+        name: _reachable(graph, [kernels + kernel for kernel in KERNELS[get_card(name).kernel]])
         | {f"{PACKAGE}.cards.{name.replace('-', '_')}"}
         for name in card_names()
     }
@@ -97,11 +92,12 @@ def affected(changed: Iterable[str]) -> list[str]:
 def changed_since(revision: str) -> list[str]:
     """Paths that differ from a revision, in commits or in the work tree, new files included.
 
-    Raises ValueError for a revision git does not know, or outside a work tree.
+    Of the work tree that the current folder lies in. Raises ValueError for a revision git does not
+    know, or outside a work tree.
     """
 
     def git(*arguments: str) -> list[str]:
-        command = ["git", "-C", str(_FOLDER), *arguments]
+        command = ["git", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise ValueError(f"base: {done.stderr.strip()}")

@@ -8,7 +8,12 @@ from fnmatch import fnmatchcase
 
 from dsv4_prologue.planning import DEFAULT_LAUNCH, Launch, Problem
 
-KERNELS = ("tiled", "vector_core", "torch")
+#: What a card may run, and its files of kernels/: the prologue's and the reader's.
+KERNELS = {
+    "tiled": ("tiled", "gather"),
+    "vector_core": ("vector_core", "gather"),
+    "torch": ("composition",),
+}
 FP8_CASTS = ("compiler", "integer")
 ALWAYS = "always"
 
@@ -128,7 +133,7 @@ class Card:
         if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", self.name):
             raise ValueError(f"name: expected words of a-z, 0-9 joined by '-', got {self.name!r}")
         if self.kernel not in KERNELS:
-            raise ValueError(f"kernel: expected one of {KERNELS}, got {self.kernel!r}")
+            raise ValueError(f"kernel: expected one of {tuple(KERNELS)}, got {self.kernel!r}")
         if self.fp8_cast not in FP8_CASTS:
             raise ValueError(f"fp8_cast: expected one of {FP8_CASTS}, got {self.fp8_cast!r}")
         if self.lanes not in (None, 16, 32, 64):

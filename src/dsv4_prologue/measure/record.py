@@ -23,16 +23,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dsv4_prologue.cards import get_card
+from dsv4_prologue.cards.card import KERNELS
 from dsv4_prologue.planning import tile_width
 
 #: Counts up when a field changes its meaning or goes; a new field does not count it up.
 SCHEMA_VERSION = 1
-#: What a card runs, by its kernel: files of kernels/, and what these import from there.
-_RUNS = {
-    "tiled": ("tiled", "gather"),
-    "vector_core": ("vector_core", "gather"),
-    "torch": ("composition",),
-}
 #: Where Linux tells the version of NVIDIA's driver; torch has no public name for it.
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 #: The commit, for where no work tree tells it, or the wrong one.
@@ -63,7 +58,7 @@ def kernel_hash(name: str) -> str:
     """SHA-256 of the kernels' sources that a card runs, names included, and of its tiles' width: a
     measurement speaks of these alone. Raises ValueError for a name that is no card's.
     """
-    files = [_PACKAGE / "kernels" / f"{one}.py" for one in _RUNS[get_card(name).kernel]]
+    files = [_PACKAGE / "kernels" / f"{one}.py" for one in KERNELS[get_card(name).kernel]]
     for file in files:
         imported = re.findall(
             r"^from dsv4_prologue\.kernels\.(\w+)", file.read_text(), re.MULTILINE
