@@ -172,7 +172,7 @@ def repeat(
             continue
         _, _, (reach, reach_out, reach_kv, may_coincide), out_shape, programs, fixed, kernel = call
         if q_out is None:
-            q_out = q.new_empty(out_shape)
+            q_out = q.new_empty(*out_shape)
         at, kv_at, cache_at = q.data_ptr(), kv.data_ptr(), k_cache.data_ptr()
         slots_at, positions_at = slot_mapping.data_ptr(), position_ids.data_ptr()
         table_at, out_at = cos_sin_cache.data_ptr(), q_out.data_ptr()
