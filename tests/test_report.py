@@ -132,6 +132,17 @@ def test_a_benchmark_is_shown_row_by_row(tmp_path: Path) -> None:
     assert "2026-01-01, commit 0123456789, NVIDIA H200, driver 580.1" in text
 
 
+def test_a_ratio_stands_beside_the_times_it_is_of(tmp_path: Path) -> None:
+    """Ours of another process of the run is another time."""
+    first = pair(20.0, 30.0, (1, 64), "faster")
+    second = pair(25.0, 50.0, (1, 64), "faster", process=2)
+    second[0]["candidate"] = second[1]["verdicts"][0]["baseline"] = "other"
+    write(tmp_path, [*first, *second])
+    cells = row_of(of(tmp_path, f"bench:{CARD}"), "1 x 64")
+    assert cells[1] == "25.0"
+    assert cells[-2:] == ["30.0 us, 1.50x faster, ours 20.0 us beside it", "50.0 us, 2.00x faster"]
+
+
 def test_a_loss_is_shown_as_a_loss(tmp_path: Path) -> None:
     write(tmp_path, [*pair(25.0, 30.0, (1, 64), "faster"), *pair(25.0, 24.0, (4, 64), "slower")])
     assert "**24.0 us, 0.960x slower**" in of(tmp_path, f"bench:{CARD}")
