@@ -693,10 +693,18 @@ def test_one_launch_for_everything() -> None:
     assert (rule.launch, rule.condition) == (TALL, "always")
     assert len(found.faster) >= 4
     assert "a record" in rule.evidence
-    launches = {one["launch"] for one in records}
-    assert {tune.text(TALL), tune.text(DEFAULT_LAUNCH)} <= launches
-    for one in records:
-        assert one["record"] == "tune"
+    looks = [one for one in records if one["record"] == "look"]
+    kept = [one for one in records if one["record"] == "tune"]
+    assert len(looks) + len(kept) == len(records)
+    assert [(one["num_tokens"], one["num_heads"]) for one in looks] == list(LADDER)
+    every = set(looks[0]["median_us"])  # but those left out
+    assert every < {tune.text(one) for one in tune.launches_for(get_card("nvidia-ada"))}
+    for one in looks:
+        assert one["median_us"].keys() == every
+        own = one["median_us"][tune.text(TALL)]
+        assert own == pytest.approx(10.0 + one["num_tokens"], rel=0.01)
+    assert {tune.text(TALL), tune.text(DEFAULT_LAUNCH)} <= {one["launch"] for one in kept} < every
+    for one in kept:
         assert {"num_tokens", "num_heads", "card", "kernel_hash", "tokens_per_tile"} <= one.keys()
         Samples.from_dict(one)
     json.dumps(records)
@@ -773,7 +781,7 @@ def test_tune_prints_the_patch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert "+++ b/src/dsv4_prologue/cards/nvidia_hopper.py" in result.stdout
     assert "Faster than the card's own launch: \n  1x64, flushed: 1." in result.stdout
     assert "Slower than the card's own launch: nowhere\n" in result.stdout
-    assert {one["record"] for one in read(file)} == {"tune"}
+    assert {one["record"] for one in read(file)} == {"look", "tune"}
 
 
 def test_launches_of_a_card() -> None:

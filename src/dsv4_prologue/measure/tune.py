@@ -10,8 +10,9 @@ From them the rules follow by splitting the shapes in two, by tokens, units or h
 the verdicts say that each half has a launch of its own which is faster there than the other's, and
 slower nowhere; a threshold is then moved by bisection until it is unclear or known to a third.
 
-A record (`record` is "tune") is one launch at one shape in one mode, with its samples. The tuner
-prints a patch; a person applies it.
+A record whose `record` is "look" has, of a shape in a mode, the median time of every launch in the
+first look; one of "tune" is one launch at one shape in one mode, with its samples. The tuner prints
+a patch; a person applies it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -157,6 +158,8 @@ class Tuner:
             self._progress(0.5 * number / len(cells), cell, f"a look at {len(launches)} launches")
             seconds = LOOK_SHARE * self.options.seconds
             looks[cell] = self.measure(cell, launches, seconds, LOOK_ROUNDS)
+            medians = {text(one): round(seen.median_us, 3) for one, seen in looks[cell].items()}
+            self.records.append({**self._of(cell), "record": "look", "median_us": medians})
         few = [
             one
             for one in self._finalists(looks, launches)
@@ -230,22 +233,28 @@ class Tuner:
         )
         return {one: samples[text(one)] for one in launches}
 
+    def _of(self, cell: Cell) -> dict[str, Any]:
+        """What the records of a shape in a mode share."""
+        (num_tokens, num_heads), mode = cell
+        return {
+            "num_tokens": num_tokens,
+            "num_heads": num_heads,
+            "mode": mode,
+            "card": self.card.name,
+            "kernel_hash": kernel_hash(self.card.name),
+            "card_hash": card_hash(self.card.name),
+            "useful_bytes": bytes_moved(num_tokens, num_heads),
+        }
+
     def _at_length(self, cell: Cell, launches: Sequence[Launch]) -> None:
         """Measure, and keep the samples as evidence."""
         found = self.measure(cell, launches, self.options.seconds, ROUNDS)
         self.seen[cell] = found
-        (num_tokens, num_heads), mode = cell
         own = self._planned(self.card, cell[0])
         for launch, samples in found.items():
             record = {
+                **self._of(cell),
                 "record": "tune",
-                "num_tokens": num_tokens,
-                "num_heads": num_heads,
-                "mode": mode,
-                "card": self.card.name,
-                "kernel_hash": kernel_hash(self.card.name),
-                "card_hash": card_hash(self.card.name),
-                "useful_bytes": bytes_moved(num_tokens, num_heads),
                 "launch": text(launch),
                 **asdict(launch),
                 "of_the_card": launch == own,
