@@ -93,7 +93,7 @@ for module in (cuda, importlib.import_module("triton.language.extra.cuda")):  # 
             delattr(module, name)
 from dsv4_prologue.kernels import tiled
 from dsv4_prologue.verify import _compile_worker
-assert not tiled.CAN_DEPEND
+assert tiled.gdc_wait is None
 print(_compile_worker._assembly(json.loads(sys.argv[1]))["shared"])
 """
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dsv4_prologue  # loads the operator
-from dsv4_prologue import launch
+from dsv4_prologue import launch, selection
 from dsv4_prologue.contract import check_prologue
 from dsv4_prologue.planning import Plan
 from dsv4_prologue.verify.inputs import build_case
@@ -108,10 +108,8 @@ def test_pointers_are_in_the_order_of_the_kernel_s_arguments() -> None:
 def test_a_dependent_launch_is_an_ordinary_one_where_there_is_none(
     monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
-    seen: dict[str, Any] = {}
-    monkeypatch.setattr(launch, "_kernel", lambda _: {(3,): lambda **given: seen.update(given)})
-    monkeypatch.setattr(launch, "_can_depend", lambda: known)
-    options = {"num_warps": 4, "launch_pdl": True}
-    launch._launch("tiled", 3, {"DEPENDENT": "wait"}, options, torch.device("cuda"))
-    told = {"DEPENDENT": "wait", "launch_pdl": True} if known else {"DEPENDENT": "no"}
-    assert seen == {"num_warps": 4, **told}
+    monkeypatch.setattr(selection, "_launches_dependently", lambda: known)
+    with dsv4_prologue.use_card("nvidia-hopper"):
+        plan = selection.plan_for(torch.device("cuda"), 1, 64)
+    assert plan.launch.dependent == ("early" if known else "no")
+    assert ("this Triton has none of that" in plan.reason) is not known

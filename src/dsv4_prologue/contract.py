@@ -280,6 +280,11 @@ def _rows_overlap(a: Tensor, b: Tensor) -> bool:
     return bool(((before >= 0) & (other[before.clamp(min=0)] + row_bytes > first)).any())
 
 
+def reach(tokens: int, heads: int, by_token: int, by_head: int) -> int:
+    """Bytes from the first to behind the last of [tokens, heads] bf16 rows of these strides."""
+    return 2 * ((tokens - 1) * by_token + (heads - 1) * by_head + HEAD_DIM)
+
+
 def check_aliasing(
     q: Tensor, q_out: Tensor, q_strides: tuple[int, ...], out_strides: tuple[int, ...]
 ) -> None:
@@ -296,10 +301,9 @@ def check_aliasing(
         and (by_head == out_by_head or heads == 1)
     ):
         return
-    reach = (tokens - 1) * by_token + (heads - 1) * by_head + HEAD_DIM
-    reach_out = (tokens - 1) * out_by_token + (q_out.shape[1] - 1) * out_by_head + HEAD_DIM
-    spans_meet = first < first_out + 2 * reach_out and first_out < first + 2 * reach
-    if spans_meet and _rows_overlap(q, q_out):
+    end = first + reach(tokens, heads, by_token, by_head)
+    end_out = first_out + reach(tokens, q_out.shape[1], out_by_token, out_by_head)
+    if first < end_out and first_out < end and _rows_overlap(q, q_out):
         _value(
             "q_out",
             "q itself, a buffer that holds q as exactly its first heads, or no byte of q",
@@ -311,10 +315,9 @@ def check_apart(q_out: Tensor, out_strides: tuple[int, ...], kv: Tensor) -> None
     """Refuse a q_out that shares a byte with kv, which is only read. Both have at least one row."""
     tokens, heads, _ = q_out.shape
     first, first_kv = q_out.data_ptr(), kv.data_ptr()
-    reach = (tokens - 1) * out_strides[0] + (heads - 1) * out_strides[1] + HEAD_DIM
-    reach_kv = (tokens - 1) * kv.stride(0) + HEAD_DIM
-    spans_meet = first < first_kv + 2 * reach_kv and first_kv < first + 2 * reach
-    if spans_meet and _rows_overlap(q_out, kv[:, None]):
+    end = first + reach(tokens, heads, out_strides[0], out_strides[1])
+    end_kv = first_kv + reach(tokens, 1, kv.stride(0), 0)
+    if first < end_kv and first_kv < end and _rows_overlap(q_out, kv[:, None]):
         _value("q_out", "no byte of kv, which is only read", "a buffer that overlaps kv")
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dsv4_prologue import direct
 from dsv4_prologue.cards import get_card
-from dsv4_prologue.contract import HEAD_DIM, Layout
+from dsv4_prologue.contract import HEAD_DIM, Layout, reach
 from dsv4_prologue.planning import Plan, tile_width
 from dsv4_prologue.selection import interpreting
 
@@ -81,14 +81,6 @@ def _kernel(name: str) -> Any:
     }[name]
 
 
-@functools.cache
-def _can_depend() -> bool:
-    """Whether this Triton has dependent launches, as upstream's does from 3.4 on."""
-    from dsv4_prologue.kernels import tiled
-
-    return tiled.CAN_DEPEND
-
-
 def _launch(
     name: str,
     programs: int,
@@ -112,9 +104,6 @@ def _launch(
         # Interpreted programs run after one another: there is nothing to wait for.
         interpreter.run(_kernel(name), (programs,), {**arguments, **options, "DEPENDENT": "no"})
         return None
-    if options.get("launch_pdl") and not _can_depend():
-        arguments = {**arguments, "DEPENDENT": "no"}
-        options = {name: value for name, value in options.items() if name != "launch_pdl"}
     module = torch.get_device_module(device)
     elsewhere = device.index is not None and device.index != module.current_device()
     with module.device(device) if elsewhere else contextlib.nullcontext():
@@ -317,14 +306,11 @@ def _remember_call(
     n, heads, heads_out = layout.num_tokens, layout.num_heads, layout.num_heads_out
     out_strides = _out_strides(layout)
 
-    def reach(heads: int, by_token: int, by_head: int) -> int:
-        return 2 * ((n - 1) * by_token + (heads - 1) * by_head + HEAD_DIM)
-
     aliasing = (
-        reach(heads, *layout.q_strides[:2]),
-        reach(heads_out, *out_strides[:2]),
-        reach(1, layout.kv_stride, 0),
-        layout.q_strides[:2] == out_strides[:2],
+        reach(n, heads, *layout.q_strides[:2]),
+        reach(n, heads_out, *out_strides),
+        reach(n, 1, layout.kv_stride, 0),
+        layout.q_strides[:2] == out_strides,
     )
     out_shape, new = (n, heads_out, HEAD_DIM), not layout.out_strides
     direct.remember_call(tensors, options, aliasing, out_shape, new, key, programs, counts)

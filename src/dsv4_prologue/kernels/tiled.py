@@ -28,8 +28,6 @@ try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:  # before 3.4, and vendors' builds, which would look them up in a dead branch
     gdc_launch_dependents = gdc_wait = None
-#: Whether this Triton has dependent launches.
-CAN_DEPEND = gdc_wait is not None
 
 
 @triton.jit

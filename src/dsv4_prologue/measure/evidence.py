@@ -171,7 +171,7 @@ class Evidence:
                 for verdict in ours.get("verdicts", ()):
                     makes_one = NEW in ours["form"], NEW in verdict["form"]
                     if ours["mode"] == "host" and len(set(makes_one)) == 2:
-                        continue  # making a tensor is part of what the host pays
+                        continue  # as `Candidate.does_as` has it, which older records did not
                     theirs = times[_key(ours, verdict["baseline"], verdict["form"])]
                     _compare(row, ours, theirs, verdict)
             found.setdefault(key[0], []).append(row)

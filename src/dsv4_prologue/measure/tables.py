@@ -264,14 +264,21 @@ def _notes(records: Sequence[Record]) -> Iterator[str]:
         yield f"{mode}: {text}{where}"
 
 
+def _by_form(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    forms: dict[str, list[Row]] = {}
+    for row in rows:
+        forms.setdefault(row.ours["form"], []).append(row)
+    return forms
+
+
 def _place_text(evidence: Evidence, place: Place) -> str:
     """The tables of one card on one device."""
     modes = evidence.rows(place)
     parts = [f"**{place.device}{', the card named' * place.forced}**"]
     for mode, rows in modes.items():
-        for form in dict.fromkeys(row.ours["form"] for row in rows):
+        for form, of_form in _by_form(rows).items():
             parts.append(f"{mode.capitalize()}, Q {form}:")
-            parts.append(_mode_table([row for row in rows if row.ours["form"] == form]))
+            parts.append(_mode_table(of_form))
     shown = {id(row.ours["run"]) for rows in modes.values() for row in rows}
     records = [one for one in evidence.benches()[place] if id(one["run"]) in shown]
     return paragraphs(*parts, bullets(_notes(records)))
@@ -310,14 +317,8 @@ def _summary(name: str, ratios: Sequence[tuple[float, Row]]) -> list[str]:
     return [f"{name}, Q {' or '.join(forms)}", str(len(ratios)), _times(mean), _times(worst), at]
 
 
-def _summaries(mode: str, rows: Sequence[Row]) -> Iterator[list[str]]:
-    """A line a baseline, and one for the limit; of the host's cost a line a form, too."""
-    if mode == "host":
-        for form in dict.fromkeys(row.ours["form"] for row in rows):
-            yield from _summaries(
-                f"{mode}, {form}", [row for row in rows if row.ours["form"] == form]
-            )
-        return
+def _summaries(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """A line a baseline, and one for the limit."""
     for name in dict.fromkeys(name for row in rows for name in row.against):
         pairs = [(row.against[name], row) for row in rows if name in row.against]
         ratios = [(one.ratio, row) for one, row in pairs if math.isfinite(one.ratio)]
@@ -342,7 +343,9 @@ def bench_summary(evidence: Evidence) -> str:
         for mode, rows in ({} if place.forced else evidence.rows(place)).items():
             current = [row for row in rows if not row.stale] or rows
             name = _marked(mode, current[0].stale)
-            lines += [[name, *cells] for cells in _summaries(mode, current)]
+            # What the host pays differs from form to form, and so do the rivals.
+            groups = _by_form(current).values() if mode == "host" else [current]
+            lines += [[name, *cells] for group in groups for cells in _summaries(group)]
         if lines:
             parts.append(f"**{place.card}, {place.device}**")
             parts.append(table([*headers, ">run to run"], lines))

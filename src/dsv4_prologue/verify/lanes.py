@@ -142,18 +142,20 @@ def _summary(launch: Launch, queries: Layout, kv: Layout) -> str:
 def _faults(lanes: int, launch: Launch, queries: Layout, kv: Layout) -> list[str]:
     """Rows read or written in pieces smaller than they could be, or handed from warp to warp."""
     expected = row_width(launch.kv_tokens_per_tile, launch.num_warps * lanes, lanes)
-    rows = launch.tokens_per_tile * launch.heads_per_tile
-    shared = [
-        f"{launch}: {role} takes {layout.shared_bytes} B of shared memory"
-        for role, layout, rows in (("Q", queries, rows), ("KV", kv, launch.kv_tokens_per_tile))
-        if layout.shared_bytes > shared_ceiling(rows, launch.num_warps)
-    ]
-    return shared + [
-        f"{launch}: a row of {role} has {access.kind}s of {access.bits} bits, not {bits}"
-        for role, layout, bits in (("Q", queries, 128), ("KV", kv, expected))
-        for access in (*layout.rows("load"), *layout.rows("store"))
-        if access.bits != bits
-    ]
+    q_rows = launch.tokens_per_tile * launch.heads_per_tile
+    found = []
+    for role, layout, rows, bits in (
+        ("Q", queries, q_rows, 128),
+        ("KV", kv, launch.kv_tokens_per_tile, expected),
+    ):
+        if layout.shared_bytes > shared_ceiling(rows, launch.num_warps):
+            found.append(f"{launch}: {role} takes {layout.shared_bytes} B of shared memory")
+        found += [
+            f"{launch}: a row of {role} has {access.kind}s of {access.bits} bits, not {bits}"
+            for access in (*layout.rows("load"), *layout.rows("store"))
+            if access.bits != bits
+        ]
+    return found
 
 
 def prove(card: Card) -> list[Proof]:
