@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(direct._Guard is None, reason="this torch's guard is not known to us"),
 ]
 
-KERNEL = direct.Kernel(0, lambda *_: None, (), (), None)
+KERNEL = direct.Kernel(0, lambda *_: None, (), (), None, None, None, None, None)
 OPTIONS = (1e-6, (4, None), True)
 Started = list[tuple[int, ...]]
 
@@ -43,7 +43,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
     """Launches that would have been started, after a call in place and one into a buffer."""
     seen: Started = []
 
-    def start(_kernel: object, _programs: int, pointers: tuple[int, ...], _counts: object) -> bool:
+    def start(_kernel: object, _programs: int, _fixed: object, *pointers: int) -> bool:
         seen.append(pointers)
         return True
 

@@ -17,7 +17,8 @@ the current one, other vendors' builds and whatever else is not expected take th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,8 @@ if ".".join(torch.__version__.split(".")[:2]) in _GUARD_VERSIONS:
     _Guard = torch._C._dynamo.guards.TensorGuards
 
 
-class Kernel(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Kernel:
     """A compiled kernel, ready to be launched."""
 
     device: int
@@ -46,36 +48,42 @@ class Kernel(NamedTuple):
     head: tuple[Any, ...]  # what the launcher takes between the stream and the kernel's arguments
     strides_and_constants: tuple[Any, ...]
     runtime: Any  # Triton's knobs that hold the launch hooks
+    enter: Any  # the hooks it was launched with, and what is hooked in: nothing, so far
+    entered: Any
+    leave: Any
+    left: Any
 
 
-class _Call(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Call:
     """A call that was checked and launched."""
 
-    same: Callable[..., bool]
     form: tuple[bool, int, tuple[Any, ...]]  # whether q_out is made, how many tensors, the options
+    same: Callable[..., bool]
     #: Bytes that q, q_out and kv reach, and whether q and q_out may coincide.
     aliasing: tuple[int, int, int, bool]
     out_shape: tuple[int, ...]
     programs: int
-    fixed: tuple[Any, ...]  # the kernel's arguments behind its pointers
     kernel: Kernel
+    fixed: tuple[Any, ...]  # the kernel's arguments behind its pointers
 
 
 _kernels: dict[Key, Kernel] = {}
 _calls: list[_Call] = []  # the one kept last comes first
 
 
-def _start(kernel: Kernel, programs: int, pointers: tuple[int, ...], fixed: Any) -> bool:
+def _start(kernel: Kernel, programs: int, fixed: tuple[Any, ...], *pointers: int) -> bool:
     """Launch on the current stream; False where Triton has to."""
-    device, run, head, _, runtime = kernel
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    device, runtime = kernel.device, kernel.runtime
     if (
-        getattr(enter, "calls", enter)
-        or getattr(leave, "calls", leave)
+        kernel.entered
+        or kernel.left
+        or runtime.launch_enter_hook is not kernel.enter
+        or runtime.launch_exit_hook is not kernel.leave
         or _current_device() != device
     ):
         return False
-    run(programs, 1, 1, _current_stream(device), *head, *pointers, *fixed)
+    kernel.run(programs, 1, 1, _current_stream(device), *kernel.head, *pointers, *fixed)
     return True
 
 
@@ -87,7 +95,7 @@ def launch(key: Key, programs: int, pointers: tuple[int, ...], counts: tuple[Any
     """
     kernel = _kernels.get(key)
     return kernel is not None and _start(
-        kernel, programs, pointers, counts + kernel.strides_and_constants
+        kernel, programs, counts + kernel.strides_and_constants, *pointers
     )
 
 
@@ -117,7 +125,10 @@ def remember(key: Key, compiled: Any, arguments: Mapping[str, Any], fixed_from: 
         head = (head[0], *modes, *head[1:])
     if len(_kernels) >= _MAX_KEYS:
         _kernels.clear()
-    _kernels[key] = Kernel(key[0], run, head, rest, triton.knobs.runtime)
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    entered, left = getattr(enter, "calls", enter), getattr(leave, "calls", leave)
+    _kernels[key] = Kernel(key[0], run, head, rest, runtime, enter, entered, leave, left)
 
 
 def remember_call(
@@ -150,7 +161,7 @@ def remember_call(
         dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
     )
     fixed = counts + kernel.strides_and_constants
-    kept = _Call(guard.check, form, aliasing, out_shape, programs, fixed, kernel)
+    kept = _Call(form, guard.check, aliasing, out_shape, programs, kernel, fixed)
     _calls.insert(0, kept)
     del _calls[_MAX_CALLS:]
 
@@ -168,16 +179,17 @@ def repeat(
     tensors = inputs if new or q_out is q else (*inputs, q_out)
     form = (new, len(tensors), options)
     for call in _calls:
-        if call[1] != form or not call[0](*tensors):
+        if call.form != form or not call.same(*tensors):
             continue
-        _, _, (reach, reach_out, reach_kv, may_coincide), out_shape, programs, fixed, kernel = call
         if q_out is None:
-            q_out = q.new_empty(*out_shape)
-        at, kv_at, cache_at = q.data_ptr(), kv.data_ptr(), k_cache.data_ptr()
+            q_out = q.new_empty(call.out_shape)
+        at, out_at = q.data_ptr(), q_out.data_ptr()
+        kv_at, cache_at = kv.data_ptr(), k_cache.data_ptr()
         slots_at, positions_at = slot_mapping.data_ptr(), position_ids.data_ptr()
-        table_at, out_at = cos_sin_cache.data_ptr(), q_out.data_ptr()
-        if (at | kv_at | cache_at | slots_at | positions_at | table_at | out_at) % 16:
+        table_at = cos_sin_cache.data_ptr()
+        if (at | out_at | kv_at | cache_at | slots_at | positions_at | table_at) % 16:
             return None
+        reach, reach_out, reach_kv, may_coincide = call.aliasing
         apart = out_at >= at + reach or at >= out_at + reach_out
         if not (apart or (at == out_at and may_coincide)):
             return None
@@ -185,5 +197,5 @@ def repeat(
             return None
         # The bf16 view of the cache lies where the cache does.
         pointers = (at, out_at, kv_at, cache_at, cache_at, slots_at, positions_at, table_at, 0)
-        return q_out if _start(kernel, programs, pointers, fixed) else None
+        return q_out if _start(call.kernel, call.programs, call.fixed, *pointers) else None
     return None

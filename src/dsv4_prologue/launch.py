@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from dsv4_prologue import direct
 from dsv4_prologue.cards import get_card
 from dsv4_prologue.contract import HEAD_DIM, Layout, reach
 from dsv4_prologue.planning import Plan, tile_width
-from dsv4_prologue.selection import interpreting
+from dsv4_prologue.selection import asked, asked_for, interpreting
 
 GATHER_ROWS = 4  # slots a program of the reader decodes
 GATHER_WARPS = 4
@@ -50,23 +49,12 @@ class _Operands(NamedTuple):
     weight: Tensor | None
 
 
-_recorder: ContextVar[list[Launched] | None] = ContextVar("dsv4_prologue_recorder", default=None)
-
-
 @contextlib.contextmanager
 def record_launches() -> Iterator[list[Launched]]:
     """Keep the launches of the block in a list, and launch none. Needs no Triton."""
     launches: list[Launched] = []
-    token = _recorder.set(launches)
-    try:
+    with asked_for(launches=launches):
         yield launches
-    finally:
-        _recorder.reset(token)
-
-
-def recording() -> bool:
-    """Whether launches are recorded, not made."""
-    return _recorder.get() is not None
 
 
 @functools.cache
@@ -89,7 +77,7 @@ def _launch(
     device: torch.device,
 ) -> Any:
     """Launch a kernel; return the compiled one, where there is one."""
-    launches = _recorder.get()
+    launches = asked().launches
     if launches is not None:
         launches.append(Launched(name, programs, arguments, options))
         return None
@@ -158,7 +146,7 @@ def run_prologue(
     if not programs:
         return
     key: direct.Key | None = None
-    if position_ids.is_cuda and plan.kernel == "tiled" and not recording():
+    if position_ids.is_cuda and plan.kernel == "tiled" and asked().launches is None:
         pointers = _pointers(operands)
         if not any(pointer % 16 for pointer in pointers):
             counts = (

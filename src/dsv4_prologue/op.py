@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from dsv4_prologue import direct, launch
 from dsv4_prologue.contract import (
@@ -21,7 +22,7 @@ from dsv4_prologue.contract import (
     check_in_bounds,
     check_prologue,
 )
-from dsv4_prologue.selection import plan_for, plan_is_at_hand, select, use_launch
+from dsv4_prologue.selection import NOTHING, asked, plan_for, select, use_launch
 
 _OPTIONS = (
     "float eps=1e-6, int cache_block_size=64, int? num_heads_out=None, bool q_norm=True, "
@@ -57,16 +58,11 @@ _ops: Any = torch.ops.dsv4_prologue
 
 def _traced(rows: object) -> bool:
     """Whether a call must go through its registered op: being compiled, or on a subclass."""
-    return (type(rows) is not Tensor and isinstance(rows, Tensor)) or torch.compiler.is_compiling()
+    return (type(rows) is not Tensor and isinstance(rows, Tensor)) or is_compiling()
 
 
 #: The options behind eps and the page size in a call that says no more.
 _USUAL = (None, True, True, "heads", None, None)
-
-
-def _repeatable() -> bool:
-    """Whether a call may be one like before: nothing was asked for round it."""
-    return plan_is_at_hand() and not launch.recording()
 
 
 def _new_q_out(q: Tensor, layout: Layout) -> Tensor:
@@ -106,7 +102,7 @@ def _run(
         and q_scale_inv is None
         and cache_scale is None
         and not check_bounds
-        and _repeatable()
+        and asked() is NOTHING
     ):
         options = (
             eps,
@@ -287,7 +283,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
             q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, eps, cache_block_size
         )
         return
-    if type(eps) is float and type(cache_block_size) is int and _repeatable():
+    if type(eps) is float and type(cache_block_size) is int and asked() is NOTHING:
         inputs = (q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache)
         if direct.repeat(inputs, q, (eps, cache_block_size, *_USUAL)) is not None:
             return

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsv4_prologue.cards import Card, get_card, match_card
 from dsv4_prologue.planning import Launch, Plan, Problem, plan
@@ -22,8 +22,31 @@ CARD_VARIABLE = "DSV4_PROLOGUE_CARD"
 _NAMED = os.environ.get(CARD_VARIABLE)  # a process keeps to the card it was started with
 
 _log = logging.getLogger("dsv4_prologue")
-_card_name: ContextVar[str | None] = ContextVar("dsv4_prologue_card", default=None)
-_launch: ContextVar[Launch | None] = ContextVar("dsv4_prologue_launch", default=None)
+
+
+class Asked(NamedTuple):
+    """What a block asked for its calls."""
+
+    card: str | None = None
+    launch: Launch | None = None
+    launches: list[Any] | None = None  # where launches are recorded, not made
+
+
+NOTHING = Asked()
+_asked: ContextVar[Asked] = ContextVar("dsv4_prologue_asked", default=NOTHING)
+
+#: What is asked for here: NOTHING itself outside every such block. One look, as a call pays for it.
+asked = _asked.get
+
+
+@contextlib.contextmanager
+def asked_for(**what: Any) -> Iterator[None]:
+    """Ask for this within the block, beside what the blocks round it ask for."""
+    token = _asked.set(_asked.get()._replace(**what))
+    try:
+        yield
+    finally:
+        _asked.reset(token)
 
 
 class Selection(NamedTuple):
@@ -40,21 +63,15 @@ def use_card(name: str) -> Iterator[Card]:
     Raises ValueError if there is no such card.
     """
     card = get_card(name)
-    token = _card_name.set(name)
-    try:
+    with asked_for(card=name):
         yield card
-    finally:
-        _card_name.reset(token)
 
 
 @contextlib.contextmanager
 def use_launch(launch: Launch) -> Iterator[Launch]:
     """Use this launch within the block, whatever the card says. For tests and the tuner."""
-    token = _launch.set(launch)
-    try:
+    with asked_for(launch=launch):
         yield launch
-    finally:
-        _launch.reset(token)
 
 
 def interpreting() -> bool:
@@ -84,7 +101,7 @@ def _recognise(device_type: str, index: int) -> Card:
 
 def select(device: torch.device) -> Selection:
     """The card for a device. Raises ValueError if two match, or a forced name is unknown."""
-    name = _card_name.get() or _NAMED
+    name = asked().card or _NAMED
     if name:
         return Selection(get_card(name), True)
     if device.type == "cpu":
@@ -102,7 +119,7 @@ def _plan(device: torch.device, problem: Problem) -> Plan:
     floor = None
     if card.toolchain is not None and device.type != "cpu":
         floor = at_hand(card.toolchain)
-    made = plan(card, problem, launch=_launch.get(), forced=forced, floor=floor)
+    made = plan(card, problem, launch=asked().launch, forced=forced, floor=floor)
     if made.launch.dependent != "no" and device.type != "cpu" and not _launches_dependently():
         launch = replace(made.launch, dependent="no")
         made = replace(made, launch=launch, reason=f"{made.reason} (this Triton has none of that)")
@@ -123,17 +140,12 @@ def _plan_at_hand(device: torch.device, num_tokens: int, num_heads: int) -> Plan
     return _plan(device, Problem(num_tokens, num_heads))
 
 
-def plan_is_at_hand() -> bool:
-    """Whether nothing was asked for by `use_card` or `use_launch`."""
-    return _card_name.get() is None and _launch.get() is None
-
-
 def plan_for(device: torch.device, num_tokens: int, num_heads: int) -> Plan:
     """What a call on this device runs, `use_card` and `use_launch` honoured.
 
     A card on CPU tensors is interpreted, and there its toolchain is taken to be at its floor.
     """
-    if plan_is_at_hand():
+    if asked() is NOTHING:
         return _plan_at_hand(device, num_tokens, num_heads)
     return _plan(device, Problem(num_tokens, num_heads))
 
@@ -172,4 +184,4 @@ def explain(
         if named.toolchain is None:
             raise ValueError(f"toolchain: expected None, since {card} has no floor, got a version")
         floor = reaches(named.toolchain, toolchain)
-    return plan(named, problem, launch=_launch.get(), forced=True, floor=floor)
+    return plan(named, problem, launch=asked().launch, forced=True, floor=floor)
