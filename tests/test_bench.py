@@ -336,6 +336,50 @@ def test_a_layer_makes_q_anew() -> None:
     assert timed._projection[2].count_nonzero() == 0
 
 
+def test_parts_are_timed_beside_the_whole() -> None:
+    records = measured(shapes=SMALL[:1], against=("copy", "parts"))
+    parts = of(records, "part")
+    names = list(bench.Timed.make(SMALL[0], torch.device("cpu"), 0, in_place=True).parts())
+    assert [one["form"] for one in parts] == names
+    assert all(one["median_us"] > 0 and one["check"] == {"verdict": "none"} for one in parts)
+    assert "parts" not in of(records, "ours")[0]["left_out"]
+    assert holds(records)
+    assert of(measured(shapes=SMALL[:1], against=("copy",)), "part") == []
+    commands.print_bench(records)
+
+
+def test_parts_do_their_part() -> None:
+    """What is left out is not done, and the rest is what the whole does."""
+    whole = bench.Timed.make((3, 2), torch.device("cpu"), 0, in_place=True)
+    prologue(*whole.inputs[:6], q_out=whole.inputs.q)
+    before = bench.Timed.make((3, 2), torch.device("cpu"), 0, in_place=True).inputs
+    norm, rope = slice(0, 448), slice(448, 512)
+    changed = {}
+    for name in bench.Timed.make((3, 2), torch.device("cpu"), 0, in_place=True).parts():
+        timed = bench.Timed.make((3, 2), torch.device("cpu"), 0, in_place=True)
+        timed.parts()[name]()
+        now = timed.inputs
+        changed[name] = tuple(
+            not torch.equal(after, since)
+            for after, since in (
+                (now.q[..., norm], before.q[..., norm]),
+                (now.q[..., rope], before.q[..., rope]),
+                (now.k_cache, before.k_cache),
+            )
+        )
+        if name == "Q alone":
+            assert torch.equal(now.q, whole.inputs.q)
+        if name == "KV alone":
+            assert torch.equal(now.k_cache, whole.inputs.k_cache)
+    assert changed == {
+        "Q alone, neither normalised nor rotated": (False, False, False),
+        "Q alone, not normalised": (False, True, False),
+        "Q alone, not rotated": (True, True, False),
+        "Q alone": (True, True, False),
+        "KV alone": (False, False, True),
+    }
+
+
 def test_no_time_without_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     baselines(monkeypatch, theirs(right_and_new, BUFFER, NEW, padded_heads=(64,)))
     records = measured(shapes=SMALL[:1])

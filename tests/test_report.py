@@ -132,6 +132,19 @@ def test_a_benchmark_is_shown_row_by_row(tmp_path: Path) -> None:
     assert "2026-01-01, commit 0123456789, NVIDIA H200, driver 580.1" in text
 
 
+def test_parts_of_the_newest_run_are_shown(tmp_path: Path) -> None:
+    assert "Parts of the call" not in of(tmp_path, f"bench:{CARD}")
+    shape = (1024, 64)
+    parts = [
+        bench("part", time_us, shape, form=form) for form, time_us in (("Q", 20.0), ("KV", 4.0))
+    ]
+    write(tmp_path, [*pair(25.0, 30.0, shape, "faster"), *parts])
+    text = of(tmp_path, f"bench:{CARD}")
+    shown = text[text.index("Parts of the call by themselves, Q in place, us:") :]
+    assert row_of(shown, "tokens x heads") == ["tokens x heads", "mode", "Q", "KV"]
+    assert row_of(shown, "1024 x 64") == ["1024 x 64", "flushed", "20.0", "4.00"]
+
+
 def test_a_ratio_stands_beside_the_times_it_is_of(tmp_path: Path) -> None:
     """Ours of another process of the run is another time."""
     first = pair(20.0, 30.0, (1, 64), "faster")

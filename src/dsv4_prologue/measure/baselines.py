@@ -30,7 +30,9 @@ from dsv4_prologue.op import fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert a
 from dsv4_prologue.selection import select, use_card
 
 OPERATOR = "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert"
-NAMES = ("copy", "eager", "portable", "vllm")
+#: `copy` and `parts` are no operators: bare copies, and parts of our own call.
+NO_OPERATORS = ("copy", "parts")
+NAMES = (*NO_OPERATORS, "eager", "portable", "vllm")
 
 #: Ours by the form of the call: what it does with Q. A baseline is compared with the same form.
 IN_PLACE, BUFFER, NEW = "in place", "buffer", "new tensor"
@@ -334,7 +336,7 @@ def check_name(name: str) -> None:
 
 
 def find(name: str, device: torch.device) -> Baseline | Unavailable:
-    """The baseline of that name, loaded but not yet launched. `copy` is not found here.
+    """The baseline of that name, loaded but not yet launched; not one of NO_OPERATORS.
 
     Raises RequestError for a name that is none.
     """

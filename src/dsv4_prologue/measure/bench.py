@@ -8,7 +8,8 @@ rounded to a nanosecond (none of them, if it was not timed), it has
 
     record            "bench"
     num_tokens, num_heads, mode
-    candidate, form   "ours", "copy" or a baseline's name; what the call does with Q
+    candidate, form   "ours", "copy" or a baseline's name; what the call does with Q. "part":
+                      a part of ours in place, and which
     card, forced, kernel, plan_reason     of ours at this shape, in every record
     launch            ours: the plan's; a baseline's: the arguments it was given; the best copy
     kernel_hash, card_hash
@@ -45,6 +46,7 @@ from dsv4_prologue.contract import CORE_NUM_HEADS, CORE_NUM_TOKENS, HEAD_DIM, by
 from dsv4_prologue.measure.baselines import (
     IN_PLACE,
     NEW,
+    NO_OPERATORS,
     Baseline,
     Call,
     RequestError,
@@ -101,6 +103,8 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
 OPTIMUM = " at optimum"
 #: In mode chain, a layer without any call between its two matrix products.
 REST = "rest of the layer"
+#: How the labels of parts of our call begin.
+PART = "part, "
 #: The share of a shape's time that a sweep of a baseline's launch arguments gets.
 SWEEP_SHARE = 0.2
 #: A baseline that takes so many times as long as ours would leave everybody else too few rounds:
@@ -214,7 +218,7 @@ def run(options: Options, records: Records, watcher: Watcher | None = None) -> N
     from dsv4_prologue.measure.worker import bench_in_process
 
     for number, against in enumerate(parts):
-        names = " and ".join(one for one in against if one != "copy")
+        names = " and ".join(one for one in against if one not in NO_OPERATORS)
         watcher.remark(f"process {number + 1} of {len(parts)}: ours beside {names}")
         part = Part(watcher, number, len(parts))
         bench_in_process(replace(options, against=against), records, part, process=number + 1)
@@ -297,7 +301,7 @@ class _Run:
 
     def run(self) -> None:
         """Measure everything."""
-        names = [name for name in self.options.against if name != "copy"]
+        names = [name for name in self.options.against if name not in NO_OPERATORS]
         self.baselines, self.left_out = find_all(names, self.device)
         for name, reason in self.left_out.items():
             self.watcher.remark(f"{name} is left out: {reason}")
@@ -473,6 +477,11 @@ class _Run:
             base["rest_us"] = samples[REST].median_us
             rest = {"candidate": REST, "form": "", "launch": "", "check": {"verdict": "none"}}
             self.records.append(self._timed(base | rest, samples[REST]))
+        for label in samples:
+            if label.startswith(PART):
+                part = {"candidate": "part", "form": label.removeprefix(PART)}
+                record = base | part | {"check": {"verdict": "none"}}
+                self.records.append(record | rounded(samples[label]))
         for one in candidates:
             limit = limits.get(IN_PLACE if one.kind == IN_PLACE else NEW, {})
             record = (
@@ -544,6 +553,9 @@ class _Run:
             copies = {REST: timed.layer(lambda: None)}
         elif mode != "host" and "copy" in self.options.against:
             copies = copy_candidates(useful, self.device)
+        if mode not in ("host", "chain") and "parts" in self.options.against:
+            parts = timed.parts().items()
+            copies = {**copies, **{PART + name: call for name, call in parts}}
         samples = self._measure(mode, shape, {**quick, **copies}, self.options.seconds)
         del copies  # their memory is needed
         for one in candidates:

@@ -30,7 +30,8 @@ from dsv4_prologue.measure.baselines import (
 )
 from dsv4_prologue.measure.guard import Work, examine
 from dsv4_prologue.measure.timing import GRAPHS, Clock, Mode
-from dsv4_prologue.selection import plan_for
+from dsv4_prologue.op import prologue
+from dsv4_prologue.selection import plan_for, use_launch
 from dsv4_prologue.verify import conformance
 from dsv4_prologue.verify.canary import slices
 from dsv4_prologue.verify.inputs import Variant, build_case
@@ -193,6 +194,33 @@ class Timed:
         if candidate.kind != NEW:
             return call
         return lambda: self.out.copy_(call())  # type: ignore[arg-type]
+
+    def parts(self) -> dict[str, Call]:
+        """Parts of the call in place, by name: each the operator itself, launched as the whole.
+
+        What a part saves is what the rest of the call costs beside it.
+        """
+        q, kv, k_cache, slots, positions, table, *_ = self.inputs
+        options = options_of(self.inputs)
+        of_q = partial(prologue, q, None, None, None, positions, table, q_out=q, **options)
+        of_kv = partial(prologue, None, kv, k_cache, slots, positions, table, **options)
+        launch = plan_for(q.device, *q.shape[:2]).launch
+
+        def as_the_whole(call: Call) -> Call:
+            def launched() -> None:
+                with use_launch(launch):
+                    call()
+
+            return launched
+
+        calls: dict[str, Call] = {
+            "Q alone, neither normalised nor rotated": partial(of_q, q_norm=False, q_rope=False),
+            "Q alone, not normalised": partial(of_q, q_norm=False),
+            "Q alone, not rotated": partial(of_q, q_rope=False),
+            "Q alone": of_q,
+            "KV alone": of_kv,
+        }
+        return {name: as_the_whole(call) for name, call in calls.items()}
 
     @cached_property
     def _projection(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -76,7 +76,8 @@ def bench(
     against: Annotated[
         str,
         typer.Option(
-            help="Of copy, eager, portable, vllm and library:PATH:namespace.op, joined by commas."
+            help="Of copy, parts (of our own call), eager, portable, vllm and "
+            "library:PATH:namespace.op, joined by commas."
         ),
     ] = "copy,portable",
     form: Annotated[
@@ -284,6 +285,7 @@ def print_bench(records: Sequence[Mapping[str, Any]]) -> None:
     for process, mode in dict.fromkeys((one["process"], one["mode"]) for one in records):
         of_mode = [one for one in records if (one["process"], one["mode"]) == (process, mode)]
         _print_mode(console, f"{mode}" + f", process {process}" * (process > 1), of_mode)
+        _print_parts(console, mode, of_mode)
     for line in _notes(records):
         console.print(line)
 
@@ -323,6 +325,25 @@ def _print_mode(console: Console, title: str, records: Sequence[Mapping[str, Any
             theirs = times[one["num_tokens"], one["num_heads"], name, told[name]["form"]]
             row.append(f"{_three(theirs)}  {told[name]['ratio']:.3f} {told[name]['verdict']}")
         table.add_row(*row)
+    console.print(table)
+
+
+def _print_parts(console: Console, mode: str, records: Sequence[Mapping[str, Any]]) -> None:
+    """What parts of our call take, a row a shape; nothing where none was timed."""
+    names = dict.fromkeys(one["form"] for one in records if one["candidate"] == "part")
+    if not names:
+        return
+    table = Table(title=f"{mode}, parts, us", title_justify="left", box=SIMPLE, pad_edge=False)
+    table.add_column("tokens x heads")
+    for name in names:
+        table.add_column(name, justify="right")
+    rows: dict[str, list[str]] = {}
+    for one in records:
+        if one["candidate"] == "part":
+            size = f"{one['num_tokens']}x{one['num_heads']}"
+            rows.setdefault(size, []).append(_three(one["median_us"]))
+    for row, times in rows.items():
+        table.add_row(row, *times)
     console.print(table)
 
 

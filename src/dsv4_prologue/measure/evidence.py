@@ -152,6 +152,18 @@ class Evidence:
             places.setdefault(Place.of(one), []).append(one)
         return places
 
+    def parts(self, place: Place) -> dict[tuple[str, int, int], list[Record]]:
+        """By mode and shape, small first, what parts of our call took in the newest run."""
+        found: dict[tuple[str, int, int], list[Record]] = {}
+        for one in self.benches().get(place, []):
+            if one["candidate"] != "part":
+                continue
+            of_shape = found.setdefault((one["mode"], one["num_heads"], one["num_tokens"]), [])
+            if of_shape and of_shape[0]["run"] is not one["run"]:
+                of_shape.clear()
+            of_shape.append(one)
+        return dict(sorted(found.items()))
+
     def rows(self, place: Place) -> dict[str, list[Row]]:
         """By mode, what a benchmark says: of each shape and form the newest, small first."""
         records = self.benches().get(place, [])
