@@ -55,7 +55,7 @@ FAULTS = [
     (
         "the lead is not in the norm",
         "tiled",
-        "squares += lead * lead",
+        "squares = tl.fma(lead, lead, squares)",
         "squares += 0",
         "q: ",
     ),
@@ -141,7 +141,7 @@ FAULTS = [
         "numerics",
         "even_out = tl.where(rope, even * cos - odd * sin, even)",
         "even_out = even * tl.where(rope, cos, 1.0) - odd * tl.where(rope, sin, 0.0)",
-        "k_cache: ",
+        "q: ",
     ),
     (
         "the rotation has the wrong sign",
@@ -179,6 +179,13 @@ FAULTS = [
         "k_cache: ",
     ),
     (
+        "the largest bf16 beside an Inf keeps a code",
+        "numerics",
+        "3.814697265625e-06",
+        "7.62939453125e-06",
+        "k_cache: ",
+    ),
+    (
         "E4M3 subnormals are flushed",
         "numerics",
         "code = tl.where(a < 0x3C800000, subnormal, normal)",
@@ -209,8 +216,8 @@ FAULTS = [
     (
         "rows of q are taken for contiguous",
         "tiled",
-        "(token * q_token_stride + head * q_head_stride)",
-        "(token * HEADS * 512 + head * q_head_stride)",
+        "token * q_token_stride + head.to(tl.int64) * q_head_stride",
+        "token * HEADS * 512 + head.to(tl.int64) * q_head_stride",
         "out of bounds",
     ),
     (

@@ -58,7 +58,7 @@ def _query_heads(
     LEAD: tl.constexpr = HEAD_DIM - WIDTH
     row = tl.arange(0, ROWS)
     token = (program // HEAD_TILES).to(tl.int64) * TOKENS + row // HEADS_PER_TILE
-    head = (program % HEAD_TILES) * HEADS_PER_TILE + (row % HEADS_PER_TILE).to(tl.int64)
+    head = (program % HEAD_TILES) * HEADS_PER_TILE + row % HEADS_PER_TILE
     dim = tl.arange(0, WIDTH)[None, :]
     live = (token < num_tokens) & (head < HEADS_OUT)
     write = live[:, None]
@@ -67,7 +67,7 @@ def _query_heads(
     # Every load is issued before anything waits for one: position, row, then what needs a position.
     # Rows of one token load its position and cosines each, so that no warp waits for another.
     position = tl.load(position_ptr + token, mask=live, other=0)
-    rows = q_ptr + (token * q_token_stride + head * q_head_stride)[:, None] + dim
+    rows = q_ptr + (token * q_token_stride + head.to(tl.int64) * q_head_stride)[:, None] + dim
     if LEAD > 0:
         lead = tl.load(rows, mask=read, other=0.0).to(tl.float32)
     tail = tl.load(rows + LEAD, mask=read, other=0.0).to(tl.float32)
@@ -78,7 +78,7 @@ def _query_heads(
     if Q_NORM:
         squares = tail * tail
         if LEAD > 0:
-            squares += lead * lead
+            squares = tl.fma(lead, lead, squares)
         inverse = inverse_rms(tl.sum(squares, axis=1), eps)
         tail = tail * inverse
         if LEAD > 0:
@@ -89,7 +89,8 @@ def _query_heads(
         tail = tl.where(read, tail, 0.0)
         if LEAD > 0:
             lead = tl.where(read, lead, 0.0)
-    rows = q_out_ptr + (token * out_token_stride + head * out_head_stride)[:, None] + dim
+    rows = q_out_ptr + (token * out_token_stride + head.to(tl.int64) * out_head_stride)[:, None]
+    rows += dim
     if LEAD > 0:
         tl.store(rows, lead.to(tl.bfloat16), mask=write)
     tl.store(rows + LEAD, tail.to(tl.bfloat16), mask=write)
@@ -149,16 +150,14 @@ def _kv_tokens(
         if LEAD > 0:
             weight = tl.load(kv_weight_ptr + dim).to(tl.float32)
             lead = (lead * inverse * weight).to(tl.bfloat16).to(tl.float32)
-    tail = rotate(tail, cos, sin, TOKENS, WIDTH // 2).to(tl.bfloat16)
 
     live = (slot >= 0) & (slot < capacity)
     write = live[:, None]
     slot = tl.where(live, slot, 0)
     at_codes, at_scales, at_rotated = places(slot, page_stride, page_stride_bf16, PAGE_TOKENS)
     rotated = dim + (LEAD - NOPE_DIM)  # a dim's number among those that RoPE rotates
-    tl.store(cache_bf16_ptr + at_rotated[:, None] + rotated, tail, mask=write & (rotated >= 0))
-
-    codes, scale = _quantize_rows(tail.to(tl.float32), TOKENS, WIDTH, FP8_CAST)
+    # The rotated dims have no codes, so that these need not wait for the cosines.
+    codes, scale = _quantize_rows(tail, TOKENS, WIDTH, FP8_CAST)
     group = tl.arange(0, WIDTH // GROUP)[None, :]
     scale = tl.where(group + LEAD // GROUP < NUM_SCALES, scale, 0) << (8 * group + LEAD // 8)
     codes_rows = cache_ptr + at_codes[:, None] + dim
@@ -174,6 +173,9 @@ def _kv_tokens(
     scale_rows = cache_ptr + at_scales[:, None] + rotated
     rows = tl.where(rotated < 0, codes_rows + LEAD, scale_rows)
     tl.store(tl.max_contiguous(rows, [1, 8]), codes, mask=write & (rotated < GROUPS))
+
+    rope = rotate(tail, cos, sin, TOKENS, WIDTH // 2).to(tl.bfloat16)
+    tl.store(cache_bf16_ptr + at_rotated[:, None] + rotated, rope, mask=write & (rotated >= 0))
 
 
 # What changes from call to call is not specialised on: no recompilation when it does.

@@ -269,6 +269,8 @@ def fill_kv(kv: Tensor, make: _Maker, *, not_finite: bool) -> None:
         odd = rows[: -(-num_tokens // 4)]
         dims = torch.tensor([[0, 224, 448], [224, 224, ROPE_DIM]], device=kv.device)
         dims = dims[0] + make.integers(0, NOPE_DIM, len(odd), 3) % dims[1]
+        # Beside the first, the largest number, which is to become a zero.
+        whole[odd, dims[:, 0] ^ 1] = whole[odd, dims[:, 0] ^ 1] & 0x8000 | 0x7F7F
         whole[odd[:, None], dims] = make.values(NOT_FINITE, 3 * len(odd)).view(-1, 3).int()
     kv.copy_(whole.to(torch.int16).view(torch.bfloat16))
 
@@ -285,7 +287,7 @@ def fill_q(q: Tensor, make: _Maker, *, not_finite: bool) -> None:
     rows = tuple(q.shape[:2])
     kind = make.integers(0, 16, *rows)
     if not_finite:
-        kind[:1, :1] = 6
+        kind[:1, :1] = 7
     exponent = make.integers(-3, 4, *rows)
     for number, fixed in ((1, -126), (2, 100), (3, 56), (4, -12)):
         exponent = torch.where(kind == number, fixed, exponent)
@@ -298,6 +300,10 @@ def fill_q(q: Tensor, make: _Maker, *, not_finite: bool) -> None:
         dims = make.integers(0, HEAD_DIM, len(token)).long()
         special = make.values(NOT_FINITE, len(token)).to(torch.int16)
         q.view(torch.int16)[token, head, dims] = special
+        # The first row has two Infs, at one side and the other of pairs that are not rotated: what
+        # is beside them stays a number.
+        sides = make.integers(0, NOPE_DIM // 2, 2).long() * 2
+        q[:1, :1, sides + sides.new_tensor([0, 1])] = float("inf")
 
 
 def _positions(num_tokens: int, variant: Variant, make: _Maker) -> Tensor:
