@@ -45,13 +45,14 @@ def test_a_new_tensor_is_the_only_allocation(device: str) -> None:
     assert module.memory_stats()["allocation.all.allocated"] == before + 1
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_synchronisation(device: str) -> None:
     if device != "cuda":
         pytest.skip("only torch.cuda can make a synchronisation an error")
     case = build_case(65, 8, Variant(out="buffer"), device=device)
     dsv4_prologue.prologue(**case.arguments())
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         dsv4_prologue.prologue(**case.arguments())
         dsv4_prologue.gather_dequantize(case.k_cache, case.slot_mapping)  # type: ignore[arg-type]
     finally:
