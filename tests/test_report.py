@@ -168,6 +168,15 @@ def test_a_loss_is_shown_as_a_loss(tmp_path: Path) -> None:
     assert of(tmp_path, f"chart:{CARD}", "docs/cards/x.md").endswith(f"(../charts/{CARD}.svg)")
 
 
+def test_a_stale_loss_stands_beside_todays_rows_and_not_among_them(tmp_path: Path) -> None:
+    old = pair(25.0, 24.0, (4, 64), "slower", kernel_hash="of old")
+    write(tmp_path, [*pair(25.0, 30.0, (1, 64), "faster"), *old])
+    text = of(tmp_path, "bench-summary")
+    assert row_of(text, "flushed")[2:] == ["1", "1.20x", "1.20x", "1 x 64, in place", "1 faster"]
+    stale = row_of(text, "flushed (stale: another kernel)")
+    assert stale[2:] == ["1", "0.960x", "0.960x", "4 x 64, in place", "**1 slower**"]
+
+
 def test_the_limit_has_a_line_of_its_own(tmp_path: Path) -> None:
     write(tmp_path, pair(25.0, 30.0, (1, 64), "faster"))
     summary = of(tmp_path, "bench-summary")

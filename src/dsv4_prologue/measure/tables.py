@@ -351,17 +351,21 @@ def _summaries(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def bench_summary(evidence: Evidence) -> str:
-    """By card, a row a mode and baseline: the mean ratio, the worst one and where, verdicts."""
+    """By card, a row a mode and baseline: the mean ratio, the worst one and where, verdicts.
+
+    What is stale is apart from what is not.
+    """
     headers = ["mode", "against", ">cases", ">geometric mean", ">worst", "at", "verdicts"]
     parts = []
     for place in sorted(evidence.benches()):
         lines = []
         for mode, rows in ({} if place.forced else evidence.rows(place)).items():
-            current = [row for row in rows if not row.stale] or rows
-            name = _marked(mode, current[0].stale)
-            # What the host pays differs from form to form, and so do the rivals.
-            groups = _by_form(current).values() if mode == "host" else [current]
-            lines += [[name, *cells] for group in groups for cells in _summaries(group)]
+            for stale in sorted({row.stale for row in rows}):  # today's first
+                alike = [row for row in rows if row.stale == stale]
+                # What the host pays differs from form to form, and so do the rivals.
+                groups = _by_form(alike).values() if mode == "host" else [alike]
+                name = _marked(mode, stale)
+                lines += [[name, *cells] for group in groups for cells in _summaries(group)]
         if lines:
             parts.append(f"**{place.card}, {place.device}**")
             parts.append(table([*headers, ">run to run"], lines))
