@@ -299,8 +299,6 @@ def split_library(name: str) -> tuple[Path, str, str]:
 def _library(name: str) -> Baseline | Unavailable:
     path, namespace, op = split_library(name)
     label = f"library:{path.name}"
-    if not path.is_file():
-        return Unavailable(label, f"there is no file {path.name}")
     provenance = file_provenance(path)
     if _registered(namespace, op) is not None:
         return Unavailable(
@@ -325,9 +323,11 @@ def namespace_of(name: str) -> str | None:
 
 
 def check_name(name: str) -> None:
-    """Raise RequestError for what is no baseline's name."""
+    """Raise RequestError for what is no baseline's name, or a library that is not there."""
     if name.startswith("library:"):
-        split_library(name)
+        path, _, _ = split_library(name)
+        if not path.is_file():
+            raise RequestError(f"against: expected the file of a library, got {path}: no file")
     elif name not in NAMES:
         known = ", ".join(NAMES)
         raise RequestError(
