@@ -165,7 +165,9 @@ def test_a_namespace_that_is_taken(load: Load) -> None:
 @once
 def test_a_library_that_is_not_there_or_is_none(tmp_path: Path) -> None:
     name = f"library:{tmp_path / 'a.so'}:dsv4_scratch.op"
-    with pytest.raises(RequestError, match=r"^against: expected the file of a library, got .*/a\.so"):
+    with pytest.raises(
+        RequestError, match=r"^against: expected the file of a library, got .*/a\.so"
+    ):
         find(name, CPU)
     (tmp_path / "a.so").write_text("text")
     found = find(name, CPU)

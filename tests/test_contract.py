@@ -158,7 +158,7 @@ def test_a_group_that_is_not_finite() -> None:
     assert set(codes[1].tolist()) == {0x7F, 0x00}
 
 
-def test_the_oracle_changes_nothing_and_loads_no_kernel() -> None:
+def test_the_oracle_loads_no_kernel() -> None:
     import ast
     from pathlib import Path
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import dsv4_prologue
-from dsv4_prologue import Launch, reference, use_card, use_launch
+from dsv4_prologue import Launch, reference, selection, use_card, use_launch
 from dsv4_prologue.cards import card_names, get_card
-from dsv4_prologue.planning import DEFAULT_LAUNCH, tile_width
+from dsv4_prologue.launch import Launched, record_launches
+from dsv4_prologue.planning import DEFAULT_LAUNCH, Floor, tile_width
 from dsv4_prologue.selection import interpreting
 from dsv4_prologue.verify.compare import compare
 from dsv4_prologue.verify.inputs import Case, Variant, build_case, canary_violations
@@ -303,6 +304,53 @@ def test_warmup_runs(device: str) -> None:
     )
     dsv4_prologue.warmup(2, in_place=True, q_only=True, device=device)
     dsv4_prologue.warmup(2, kv_only=True, device=device)
+
+
+def specialised(launches: list[Launched]) -> set[tuple[object, ...]]:
+    """What Triton compiles a launch for: options, constants, dtypes, which strides 16 divides."""
+
+    def seen(name: str, value: object) -> object:
+        if name.isupper() or value is None:
+            return value
+        if isinstance(value, torch.Tensor):
+            return value.dtype
+        return isinstance(value, int) and "stride" in name and value % 16 == 0
+
+    return {
+        (one.kernel, *one.options.items(), *((k, seen(k, v)) for k, v in one.arguments.items()))
+        for one in launches
+    }
+
+
+@pytest.mark.parametrize("card", ["unknown", "nvidia-hopper", "mthreads-s5000", "ascend-910b"])
+def test_warmup_launches_what_calls_will(card: str, device: str) -> None:
+    forms: tuple[tuple[dict[str, Any], Variant], ...] = (
+        ({}, Variant()),
+        (
+            {"in_place": True, "index_dtype": torch.int32},
+            Variant(out="in place", index_dtype=torch.int32),
+        ),
+    )
+    for options, variant in forms:
+        with use_card(card), record_launches() as warmed:
+            dsv4_prologue.warmup(6, device=device, **options)
+        with use_card(card), record_launches() as called:
+            for num_tokens in (1, 7, 100, 300):
+                case = build_case(num_tokens, 6, variant, device=device)
+                dsv4_prologue.prologue(**case.arguments())
+        assert called
+        assert specialised(called) <= specialised(warmed)
+
+
+def test_warmup_leaves_out_what_a_toolchain_below_the_floor_cannot_compile(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    below = Floor(met=False, reason="flagtree 0.1 is below 0.6.1")
+    monkeypatch.setattr(selection, "_floor", lambda *_: below)
+    with use_card("mthreads-s5000"), record_launches() as warmed:
+        dsv4_prologue.warmup(4, device=device)
+    tiles = {(one.arguments["TOKENS"], one.options["num_warps"]) for one in warmed[:-1]}
+    assert tiles == {(DEFAULT_LAUNCH.tokens_per_tile, DEFAULT_LAUNCH.num_warps)}
 
 
 def test_a_kernel_card_on_cpu_needs_the_interpreter() -> None:

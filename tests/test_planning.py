@@ -7,7 +7,9 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +24,8 @@ from dsv4_prologue import (
     use_launch,
 )
 from dsv4_prologue.cards import Card, Match, Rule, Toolchain, card_names, get_card, match_card
-from dsv4_prologue.planning import DEFAULT_LAUNCH
+from dsv4_prologue.planning import DEFAULT_LAUNCH, Floor
+from dsv4_prologue.selection import plan_for
 
 pytestmark = pytest.mark.once
 
@@ -338,8 +341,33 @@ def test_the_variable_forces(monkeypatch: pytest.MonkeyPatch) -> None:
     with use_card("nvidia-hopper"):  # the nearer one wins
         assert explain(1, 1).card == "nvidia-hopper"
     monkeypatch.setattr(selection, "_NAMED", "tpu")
-    with pytest.raises(ValueError, match="card: expected one of"):
+    with pytest.raises(ValueError, match=r"^DSV4_PROLOGUE_CARD: expected one of .*, got 'tpu'$"):
         explain(1, 1)
+
+
+def test_below_a_floor_only_the_default_launch_may_be_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    card = get_card("mthreads-s5000")
+    device = torch.device("meta")  # anything but the CPU, where there is no toolchain to look at
+    with use_card(card.name):
+        assert selection.launches_for(device) == (DEFAULT_LAUNCH,)
+        assert plan_for(device, 32768, 64).launch == DEFAULT_LAUNCH
+        monkeypatch.setattr(selection, "at_hand", lambda _: Floor(met=True, reason="it does"))
+        assert selection.launches_for(device) == card.launches
+        assert plan_for(device, 32768, 64).launch in card.launches[1:]
+
+
+def test_a_device_without_an_index_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    module = SimpleNamespace()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    names = {0: "metax-c550", 1: "nvidia-ampere"}
+    monkeypatch.setattr(selection, "_recognise", lambda _, index: get_card(names[index]))
+    for index, name in names.items():
+        module.current_device = partial(int, index)
+        assert plan_for(torch.device("cuda"), 3, 5).card == name
 
 
 def test_use_launch_gives_the_launch() -> None:

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsv4_prologue
 from dsv4_prologue import reference
+from dsv4_prologue.verify.compare import compare
 from dsv4_prologue.verify.inputs import Variant, build_case
 
 ops: Any = torch.ops.dsv4_prologue
@@ -98,16 +101,6 @@ def test_mutating_ops_return_nothing() -> None:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
-
-
-def step(arguments: dict[str, Any]) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """What an engine's layer does round a call: make q, call, read the cache, use both."""
-    arguments = dict(arguments)
-    arguments["q"] = arguments["q"] * 2
-    q_out = dsv4_prologue.prologue(**arguments)
-    slots = arguments["slot_mapping"]
-    rows = dsv4_prologue.gather_dequantize(arguments["k_cache"], slots, cache_block_size=4)
-    return q_out, rows + 1
 
 
 @pytest.mark.parametrize("form", ["new", "buffer", "in place", "in place padded", "kv only"])
@@ -201,12 +194,62 @@ def test_fake_tensors_go_through_the_op(device: str) -> None:
 
 
 def test_ops_equal_the_functions(device: str) -> None:
-    arguments = tensors(device)
-    q_want, cache_want = reference.prologue(**arguments)
+    """Bit for bit, and each within the contract; under a mode the function is the operator, too."""
+    case = build_case(3, 2, SMALL, device=device)
+    seen = []
+    for call in (dsv4_prologue.prologue, ops.prologue):
+        arguments = case.arguments() | {"k_cache": case.k_cache.clone()}
+        inputs, options = split(arguments)
+        q_out = call(*inputs, **options)
+        seen.append((bits(q_out), bits(inputs[2])))
+    want = reference.prologue(**case.arguments())
+    result = compare(case, dsv4_prologue.prologue(**case.arguments()), want)
+    assert result.ok, result.reason
+    for one, other in zip(*seen, strict=True):
+        assert torch.equal(one, other)
+
+
+class Watch(TorchDispatchMode):
+    """Keeps the names of the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("form", ["new", "buffer", "in place", "drop-in", "reader"])
+def test_a_dispatch_mode_sees_one_operator(device: str, form: str) -> None:
+    arguments = tensors(device, out="buffer" if form == "buffer" else "new")
     inputs, options = split(dict(arguments))
-    q_out = ops.prologue(*inputs, **options)
-    assert torch.equal(bits(arguments["k_cache"]), bits(cache_want))
-    assert (q_out.float() - q_want.float()).abs().max() <= q_want.float().abs().max() * 2**-8
+    with Watch() as watch:
+        if form == "drop-in":
+            dsv4_prologue.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(*inputs, 1e-6, 4)
+        elif form == "reader":
+            dsv4_prologue.gather_dequantize(inputs[2], inputs[3], cache_block_size=4)
+        else:
+            dsv4_prologue.prologue(
+                *inputs, **options, **({"q_out": inputs[0]} if form == "in place" else {})
+            )
+    names = {
+        "new": "prologue",
+        "buffer": "prologue_out",
+        "in place": "prologue_",
+        "drop-in": "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
+        "reader": "gather_dequantize",
+    }
+    assert watch.seen[0] == f"dsv4_prologue.{names[form]}.default"
+    assert not [name for name in watch.seen[1:] if name.startswith("dsv4_prologue.")]
+
+
+def test_make_fx_traces_one_operator(device: str) -> None:
+    inputs, options = split(tensors(device))
+    traced = make_fx(lambda *given: dsv4_prologue.prologue(*given, **options))(*inputs)
+    called = [node.target for node in traced.graph.nodes if node.op == "call_function"]
+    assert called == [ops.prologue.default]
 
 
 @pytest.mark.parametrize(

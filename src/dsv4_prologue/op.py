@@ -1,8 +1,8 @@
 """The public operator: the Python functions, and the `torch.ops.dsv4_prologue` behind them.
 
 There is one way in: each function checks its arguments, asks for a plan and launches it. Under
-torch.compile, and for tensor subclasses, the same function goes through its registered op, whose
-implementation is that very function, so that a call traces without a graph break.
+torch.compile, under a dispatch mode and for tensor subclasses, the same function goes through its
+registered op, whose implementation is that very function, so that a call traces as one operator.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dsv4_prologue.contract import (
     check_in_bounds,
     check_prologue,
 )
-from dsv4_prologue.selection import NOTHING, asked, plan_for, select, use_launch
+from dsv4_prologue.selection import NOTHING, asked, launches_for, plan_for, use_launch
 
 _OPTIONS = (
     "float eps=1e-6, int cache_block_size=64, int? num_heads_out=None, bool q_norm=True, "
@@ -56,9 +56,15 @@ _library.define(
 _ops: Any = torch.ops.dsv4_prologue
 
 
+#: How many modes look at every operator that is called (`TorchDispatchMode`, `make_fx`'s).
+_watching: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+
+
 def _traced(rows: object) -> bool:
-    """Whether a call must go through its registered op: being compiled, or on a subclass."""
-    return (type(rows) is not Tensor and isinstance(rows, Tensor)) or is_compiling()
+    """Whether a call must go through its registered op: compiled, watched, or on a subclass."""
+    return (
+        (type(rows) is not Tensor and isinstance(rows, Tensor)) or is_compiling() or _watching() > 0
+    )
 
 
 #: The options behind eps and the page size in a call that says no more.
@@ -451,7 +457,7 @@ def warmup(
 ) -> None:
     """Compile what later calls of this form need, so that none compiles inside a graph capture.
 
-    Every launch the card may choose is run once on one token whose slot is negative, so that
+    Every launch that may be planned here is run once on one token whose slot is negative, so that
     nothing is written outside buffers made here; and the reader. Covers contiguous, 16-byte aligned
     tensors.
 
@@ -481,8 +487,7 @@ def warmup(
     weight = None
     if kv_norm_dtype is not None:
         weight = torch.ones(HEAD_DIM, dtype=kv_norm_dtype, device=where)
-    card, _ = select(where)
-    for one in card.launches:
+    for one in launches_for(where):
         with use_launch(one):
             prologue(
                 None if kv_only else q,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsv4_prologue.cards import Card, get_card, match_card
-from dsv4_prologue.planning import Launch, Plan, Problem, plan
+from dsv4_prologue.planning import DEFAULT_LAUNCH, Floor, Launch, Plan, Problem, plan
 from dsv4_prologue.toolchain import at_hand, reaches
 
 if TYPE_CHECKING:
@@ -99,26 +99,46 @@ def _recognise(device_type: str, index: int) -> Card:
     return card
 
 
+def _current(device: torch.device) -> torch.device:
+    """A device with its index: that of the current one of its type, where it says none."""
+    if device.index is not None or device.type == "cpu":
+        return device
+    import torch
+
+    return torch.device(device.type, torch.get_device_module(device).current_device())
+
+
 def select(device: torch.device) -> Selection:
     """The card for a device. Raises ValueError if two match, or a forced name is unknown."""
-    name = asked().card or _NAMED
+    name = asked().card
     if name:
         return Selection(get_card(name), True)
+    if _NAMED:
+        return Selection(get_card(_NAMED, CARD_VARIABLE), True)
     if device.type == "cpu":
         return Selection(get_card("interpreter" if interpreting() else "cpu"), False)
-    index = device.index
-    if index is None:
-        import torch
-
-        index = torch.get_device_module(device).current_device()
+    index = _current(device).index
+    assert index is not None
     return Selection(_recognise(device.type, index), False)
+
+
+def _floor(card: Card, device: torch.device) -> Floor | None:
+    """Whether the toolchain at hand reaches the card's floor; None without one, and on a CPU."""
+    if card.toolchain is None or device.type == "cpu":
+        return None
+    return at_hand(card.toolchain)
+
+
+def launches_for(device: torch.device) -> tuple[Launch, ...]:
+    """Every launch that calls on this device may be planned; below a floor only the default."""
+    card, _ = select(device)
+    floor = _floor(card, device)
+    return card.launches if floor is None or floor.met else (DEFAULT_LAUNCH,)
 
 
 def _plan(device: torch.device, problem: Problem) -> Plan:
     card, forced = select(device)
-    floor = None
-    if card.toolchain is not None and device.type != "cpu":
-        floor = at_hand(card.toolchain)
+    floor = _floor(card, device)
     made = plan(card, problem, launch=asked().launch, forced=forced, floor=floor)
     if made.launch.dependent != "no" and device.type != "cpu" and not _launches_dependently():
         launch = replace(made.launch, dependent="no")
@@ -146,7 +166,7 @@ def plan_for(device: torch.device, num_tokens: int, num_heads: int) -> Plan:
     A card on CPU tensors is interpreted, and there its toolchain is taken to be at its floor.
     """
     if asked() is NOTHING:
-        return _plan_at_hand(device, num_tokens, num_heads)
+        return _plan_at_hand(_current(device), num_tokens, num_heads)
     return _plan(device, Problem(num_tokens, num_heads))
 
 

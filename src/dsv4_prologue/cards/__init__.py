@@ -29,12 +29,13 @@ def card_names() -> tuple[str, ...]:
     return tuple(_cards())
 
 
-def get_card(name: str) -> Card:
-    """The card of that name. Raises ValueError, listing the names, if there is none."""
+def get_card(name: str, argument: str = "card") -> Card:
+    """The card of that name. Raises ValueError, naming the argument and the cards, if none is."""
     try:
         return _cards()[name]
     except KeyError:
-        raise ValueError(f"card: expected one of {', '.join(_cards())}, got {name!r}") from None
+        known = ", ".join(_cards())
+        raise ValueError(f"{argument}: expected one of {known}, got {name!r}") from None
 
 
 def match_card(backend: str, arch: int | str, device_name: str) -> Card:
