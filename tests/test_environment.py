@@ -35,9 +35,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
         return folder / "bin" / "python"
 
     monkeypatch.setattr(module, "make_venv", make_venv)
-    monkeypatch.setattr(
-        module, "pip_install", lambda python, *arguments: module.calls.append(arguments)
-    )
+    monkeypatch.setattr(module, "pip", lambda python, *arguments: module.calls.append(arguments))
     return module
 
 
@@ -81,9 +79,9 @@ def test_a_vendors_torch_stays(
     has_torch(environment, monkeypatch, present=True)
     folder = environment.ROOT / ".venv-host"
     assert answer(environment, capsys, "demo") == str(folder / "bin" / "python")
-    options, (flag, held, *wanted) = environment.calls
+    options, (verb, flag, held, *wanted) = environment.calls
     assert options == ("--system-site-packages",)
-    assert (flag, held) == ("--constraint", str(folder / "held.txt"))
+    assert (verb, flag, held) == ("install", "--constraint", str(folder / "held.txt"))
     assert Path(held).read_text() == f"torch=={TORCH}\ntriton==3.1.0\n"
     assert [need.split(">=")[0] for need in wanted] == ["typer", "transformers"]
     # The second time nothing is installed.
@@ -111,9 +109,32 @@ def test_a_bare_machine_and_the_tests_get_an_environment_apart(
     has_torch(environment, monkeypatch, present=present)
     python = str(environment.ROOT / ".venv" / "bin" / "python")
     assert answer(environment, capsys, purpose) == python
-    options, (flag, constraints, *wanted) = environment.calls
+    options, (verb, flag, constraints, *wanted) = environment.calls
     assert options == ()
-    assert (flag, constraints) == ("--constraint", str(environment.CONSTRAINTS))
+    assert (verb, flag) == ("install", "--constraint")
+    assert constraints == str(environment.CONSTRAINTS)
     assert "torch" in wanted
     assert answer(environment, capsys, purpose) == python
     assert len(environment.calls) == 2
+
+
+def test_a_triton_that_torch_brings_is_there_for_the_demo_and_away_for_the_tests(
+    environment: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    has_torch(environment, monkeypatch, present=False)
+    packages = f"lib/python3.{sys.version_info.minor}/site-packages"
+    triton = environment.ROOT / ".venv" / packages / "triton"
+
+    def pip(_: Path, verb: str, *arguments: str) -> None:
+        environment.calls.append((verb, *arguments))
+        if verb == "install":
+            triton.mkdir(parents=True, exist_ok=True)
+        else:
+            triton.rmdir()
+
+    monkeypatch.setattr(environment, "pip", pip)
+    for purpose, there in (("demo", True), ("test", False), ("test", False), ("demo", True)):
+        answer(environment, capsys, purpose)
+        assert triton.exists() is there
+    verbs = [call[0] for call in environment.calls if call]
+    assert verbs == ["install", "install", "uninstall", "install"]

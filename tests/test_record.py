@@ -110,6 +110,13 @@ def test_environment() -> None:
     json.dumps(found)
 
 
+def test_records_are_not_appended_to_a_gzipped_file(tmp_path: Path) -> None:
+    """Text behind a gzip stream would be the end of both."""
+    for name in ("there.jsonl.gz", "not-there.jsonl.gz"):
+        with pytest.raises(ValueError, match=r"expected a file of text; gzip it once"):
+            record.check_appendable(tmp_path / name)
+
+
 def test_append_and_read(tmp_path: Path, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert package.is_dir()
     monkeypatch.setattr(

@@ -20,7 +20,7 @@ from dsv4_prologue.cards import card_names, get_card
 from dsv4_prologue.measure import charts, tables
 from dsv4_prologue.measure.evidence import Evidence, Place
 from dsv4_prologue.measure.record import SCHEMA_VERSION, card_hash, kernel_hash
-from dsv4_prologue.measure.report import block, changes, report
+from dsv4_prologue.measure.report import _charts_left, block, changes, report
 from dsv4_prologue.measure.reported import LABEL, REPORTED
 
 pytestmark = pytest.mark.once
@@ -73,6 +73,7 @@ def bench(candidate: str, time_us: float, shape: tuple[int, int], **changed: Any
         "launch": str(explain(*shape, card=CARD).launch),
         "kernel_hash": kernel_hash(CARD),
         "card_hash": card_hash(CARD),
+        "check": {"verdict": "ok", "reason": "", "bytes_differing": 0, "max_ulp": 1},
         "reason": "",
         "median_us": time_us,
         "spread": 0.004,
@@ -175,6 +176,8 @@ def test_a_stale_loss_stands_beside_todays_rows_and_not_among_them(tmp_path: Pat
     assert row_of(text, "flushed")[2:] == ["1", "1.20x", "1.20x", "1 x 64, in place", "1 faster"]
     stale = row_of(text, "flushed (stale: another kernel)")
     assert stale[2:] == ["1", "0.960x", "0.960x", "4 x 64, in place", "**1 slower**"]
+    said = "faster in 1 of 1 comparisons; 1 more are stale"
+    assert said in of(tmp_path, f"chart:{CARD}")
 
 
 def test_the_limit_has_a_line_of_its_own(tmp_path: Path) -> None:
@@ -335,6 +338,16 @@ def test_of_old_kernels_the_newest_is_shown(tmp_path: Path) -> None:
     assert row_of(of(tmp_path, "check"), f"{CARD} (stale: another kernel)")[2] == "1"
 
 
+def test_what_bench_compared_before_it_timed_is_a_row(tmp_path: Path) -> None:
+    write(tmp_path, pair(25.0, 30.0, (1, 64), "faster", kernel_hash="of old"))
+    assert of(tmp_path, "check") == tables.NOTHING
+    differs = {"verdict": "differs", "reason": "byte 3", "bytes_differing": 2, "max_ulp": 0}
+    write(tmp_path, pair(25.0, 30.0, (1, 64), "faster"))
+    write(tmp_path, [bench("ours", 25.0, (4, 64), check=differs)])
+    row = row_of(of(tmp_path, "check"), f"{CARD}, calls that `bench` timed")
+    assert row[1:] == ["NVIDIA H200", "1", "1", "0", "2", "1", "2026-01-01, 0123456789"]
+
+
 def test_old_checks_are_stale_until_there_are_new_ones(tmp_path: Path) -> None:
     write(tmp_path, [check(kernel_hash="old"), check(kernel_hash="old", variant="gone")])
     assert row_of(of(tmp_path, "check"), f"{CARD} (stale: another kernel)")[2] == "2"
@@ -364,15 +377,27 @@ def test_old_checks_are_stale_until_there_are_new_ones(tmp_path: Path) -> None:
 def test_a_card_s_boundaries_are_in_its_table(
     card: str, heads: str, tokens: str, launch: str
 ) -> None:
-    text = tables.plan_text(get_card(card))
+    text = tables.plan_text(Evidence(()), get_card(card))
     assert re.search(rf"^\| {heads} \| {tokens} \| {launch} \(tokens x heads\)", text, re.MULTILINE)
 
 
+def test_evidence_of_another_kernel_is_marked(tmp_path: Path) -> None:
+    (rule, *_) = get_card(CARD).rules
+    path, _, said = rule.evidence.partition(": ")
+    for changed, mark in (({"kernel_hash": "of old"}, " (stale: another kernel)"), ({}, "")):
+        folder = write(tmp_path / (mark or "today"), pair(25.0, 30.0, (1, 64), "faster", **changed))
+        (folder / "0.jsonl").rename(folder / Path(path).name.removesuffix(".gz"))
+        evidence = Evidence.of(folder)
+        for one in evidence.records:  # as if it had been gzipped
+            one["file"] = Path(path).name
+        assert f"{path}{mark}: {said}" in tables.plan_text(evidence, get_card(CARD))
+
+
 def test_a_floor_and_limits_are_told() -> None:
-    s5000 = tables.plan_text(get_card("mthreads-s5000"))
+    s5000 = tables.plan_text(Evidence(()), get_card("mthreads-s5000"))
     assert "| any | any | 1x1 (tokens x heads), 1 warp | the toolchain is below 0.6.1" in s5000
-    assert "so 65520 at most" in tables.plan_text(get_card("ascend-910b"))
-    assert "torch operations" in tables.plan_text(get_card("cpu"))
+    assert "so 65520 at most" in tables.plan_text(Evidence(()), get_card("ascend-910b"))
+    assert "torch operations" in tables.plan_text(Evidence(()), get_card("cpu"))
 
 
 @pytest.mark.parametrize("card", sorted({one.card for one in REPORTED}))
@@ -510,8 +535,9 @@ def test_a_wrong_block_is_named(
 def test_the_documents_are_what_the_records_say() -> None:
     if not (ROOT / "results").is_dir():
         pytest.skip("not a checkout: there are no records")
-    found = changes(ROOT, Evidence.of(ROOT / "results"), with_charts=False)
-    assert [str(path) for path in found] == [], "run: dsv4-prologue report"
+    left = _charts_left(ROOT, check=True)
+    found = changes(ROOT, Evidence.of(ROOT / "results"), with_charts=not left)
+    assert [str(path) for path in found] == [], f"run: dsv4-prologue report ({left})"
 
 
 def test_a_report_needs_no_torch_and_no_triton(house: Path) -> None:

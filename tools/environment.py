@@ -8,7 +8,8 @@ The Python that runs this file is "the Python at hand". What is printed is, in t
 * demo, and it has torch but misses something: `.venv-host`, which sees all of its packages and
   gets only the missing ones. A vendor's torch and Triton stay exactly what they are.
 * else (a bare machine; `test` always): `.venv`, which sees nothing of the Python at hand and has
-  the versions of `constraints.txt`; a torch, from wherever pip is set up to find it, but no Triton.
+  the versions of `constraints.txt`; a torch, from wherever pip is set up to find it. Where that
+  torch brings a Triton, `test` takes it away: the tests bring their own, and show none is needed.
 
 Only the standard library is used: this runs before anything is installed.
 """
@@ -28,7 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = ROOT / "pyproject.toml"
 CONSTRAINTS = ROOT / "constraints.txt"
 #: Distributions that carry torch or a Triton. What is installed of them is never touched.
-HELD = ("torch", "triton", "pytorch-triton", "pytorch-triton-rocm", "triton-ascend", "numpy")
+TRITONS = ("triton", "pytorch-triton", "pytorch-triton-rocm")
+HELD = ("torch", *TRITONS, "triton-ascend", "numpy")
 
 
 def say(message: str) -> None:
@@ -84,12 +86,12 @@ def make_venv(folder: Path, *options: str) -> Path:
     return python
 
 
-def pip_install(python: Path, *arguments: str) -> None:
-    """Install into a virtual environment, quietly."""
-    command = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "-qq"]
+def pip(python: Path, verb: str, *arguments: str) -> None:
+    """Install into a virtual environment, or uninstall from it, quietly."""
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", verb, "-qq"]
     done = subprocess.run([*command, *arguments], cwd=ROOT, stdout=sys.stderr, check=False)
     if done.returncode:
-        sys.exit(f"pip could not install {' '.join(arguments)}")
+        sys.exit(f"pip could not {verb} {' '.join(arguments)}")
 
 
 def fingerprint() -> str:
@@ -116,7 +118,12 @@ def isolated(purpose: str) -> Path:
         wanted = ["torch", *requirements("dependencies", "demo")]
     else:
         wanted = ["torch", "--editable", ".[bench,demo,dev]"]
-    pip_install(python, "--constraint", str(CONSTRAINTS), *wanted)
+    pip(python, "install", "--constraint", str(CONSTRAINTS), *wanted)
+    if any(folder.glob("lib/python*/site-packages/triton")):
+        if purpose == "test":
+            pip(python, "uninstall", "--yes", *TRITONS)
+        for name in stamps.keys() - {purpose}:  # it is there for one, and away for the other
+            stamps[name].unlink(missing_ok=True)
     stamps[purpose].write_text(ready)
     return python
 
@@ -137,7 +144,7 @@ def beside_host(missing: list[str]) -> Path:
     held = folder / "held.txt"
     versions = {name: version_of(name) for name in HELD}
     held.write_text("".join(f"{name}=={at}\n" for name, at in versions.items() if at))
-    pip_install(python, "--constraint", str(held), *missing)
+    pip(python, "install", "--constraint", str(held), *missing)
     stamp.write_text(ready)
     return python
 

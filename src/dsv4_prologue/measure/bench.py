@@ -21,6 +21,7 @@ rounded to a nanosecond (none of them, if it was not timed), it has
     limit_us, limit_ratio                 time of the best bare copy of as many bytes, and over
                       ours; of what is done in place, of the read-modify-writes too
     rest_us, share    in mode chain: a layer without the call, and the call's share of a layer
+    q_rank            in mode chain: the inner size of the product that makes q
     ceilings          before, after (None if the run was broken off), mark (empty if all is well)
     device_faults     before, after: what the device got wrong in work of known answer
     clock             cache, flush, resolution
@@ -58,6 +59,7 @@ from dsv4_prologue.measure.baselines import (
 )
 from dsv4_prologue.measure.candidates import (
     FORMS,
+    Q_RANK,
     Candidate,
     Shape,
     Timed,
@@ -474,7 +476,7 @@ class _Run:
                 record = base | limits[form] | copy | {"check": {"verdict": "none"}}
                 self.records.append(self._timed(record, samples[best]))
         if REST in samples:
-            base["rest_us"] = samples[REST].median_us
+            base |= {"rest_us": samples[REST].median_us, "q_rank": Q_RANK}
             rest = {"candidate": REST, "form": "", "launch": "", "check": {"verdict": "none"}}
             self.records.append(self._timed(base | rest, samples[REST]))
         for label in samples:

@@ -92,19 +92,21 @@ def _drawn(rows: Sequence[Row]) -> list[str]:
 
 
 def title(device: str, modes: dict[str, list[Row]]) -> str:
-    """What the picture of a card says, in a sentence; losses counted."""
-    verdicts = Counter(
-        one.verdict for mode in MODES for row in modes.get(mode, []) for one in row.against.values()
+    """What the picture of a card says, in a sentence: losses counted, and what is stale apart."""
+    rows = [row for mode in MODES for row in modes.get(mode, [])]
+    today, stale = (
+        Counter(one.verdict for row in some for one in row.against.values())
+        for some in ([r for r in rows if not r.stale], [r for r in rows if r.stale])
     )
-    if not verdicts:
+    if not today and not stale:
         return f"{device}: compared with nothing but a copy"
+    verdicts = today or stale
     parts = [f"{verdicts[v]} {v}" for v in ("same", "unclear", "slower") if verdicts[v]]
-    stale = any(row.stale for mode in MODES for row in modes.get(mode, []))
-    return (
-        f"{device}: faster in {verdicts['faster']} of {verdicts.total()} comparisons"
-        + (f" ({', '.join(parts)})" if parts else "")
-        + (", some of them stale" if stale else "")
-    )
+    said = f"{device}: faster in {verdicts['faster']} of {verdicts.total()} comparisons"
+    said += f" ({', '.join(parts)})" if parts else ""
+    if not today:
+        return f"{said}, all of them stale"
+    return f"{said}; {stale.total()} more are stale" if stale else said
 
 
 def titles(evidence: Evidence) -> dict[str, str]:

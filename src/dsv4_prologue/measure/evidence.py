@@ -83,7 +83,7 @@ class Evidence:
     def of(cls, folder: Path) -> Evidence:
         """Read every record below a folder. Raises ValueError for a file that holds others."""
         files = sorted([*folder.rglob("*.jsonl"), *folder.rglob("*.jsonl.gz")])
-        found = [record for file in files for record in read(file)]
+        found = [{**record, "file": file.name} for file in files for record in read(file)]
         usable = [one for one in found if one["run"]["schema_version"] == SCHEMA_VERSION]
         return cls(sorted(usable, key=lambda one: one["run"]["date"]))
 
@@ -109,6 +109,12 @@ class Evidence:
             if record["launch"] not in _launches_now(name, problem):
                 return "another launch"
         return ""
+
+    def stale_file(self, name: str, card: str) -> str:
+        """Why no record of the file of that name speaks of a card's code; empty if one does."""
+        found = [one for one in self.records if one["file"] == name and one.get("card") == card]
+        told = list(dict.fromkeys(map(self.stale, found)))
+        return "" if not told or "" in told else told[-1]
 
     def _of(self, kind: str) -> Iterator[Record]:
         return (one for one in self.records if one["record"] == kind)

@@ -177,6 +177,8 @@ def append(
 def check_appendable(path: Path | str) -> None:
     """Raise ValueError where records would be appended to a file that holds something else."""
     path = Path(path)
+    if path.suffix == ".gz":
+        raise ValueError(f"{path}: expected a file of text; gzip it once the run is over")
     if path.exists() and path.stat().st_size:
         try:
             read(path)

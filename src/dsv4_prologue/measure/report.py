@@ -37,7 +37,7 @@ _OF_CARD: dict[str, Callable[[Evidence, Card], str]] = {
     "verify": tables.verify_card,
     "check": tables.check,
     "bench": tables.bench,
-    "plan": lambda _, card: tables.plan_text(card),
+    "plan": tables.plan_text,
 }
 _BEGIN = re.compile(r"^<!-- generated: (\S+) -->$", re.MULTILINE)
 _BLOCK = re.compile(rf"({_BEGIN.pattern}\n).*?^(<!-- end generated -->)$", re.MULTILINE | re.DOTALL)

@@ -173,6 +173,7 @@ def check(evidence: Evidence, card: Card | None = None) -> str:
             for one in cases
             if one["verdict"] == "differs"
         ]
+    rows += _checked_before_timing(evidence, card)
     headers = ["card", "ran on", ">ok", ">differ", ">not verified", ">cache bytes that differ"]
     headers += [">worst ULP of Q", "day, commit"]
     allowed = (
@@ -180,6 +181,30 @@ def check(evidence: Evidence, card: Card | None = None) -> str:
         "order may round an element the other way. Nowhere else."
     )
     return paragraphs(table(headers, rows), allowed, bullets(reasons)) if rows else NOTHING
+
+
+def _checked_before_timing(evidence: Evidence, card: Card | None) -> Iterator[list[str]]:
+    """A row a place: the calls of today's kernel that a benchmark compared with the oracle."""
+    for place, records in sorted(evidence.benches().items()):
+        today = {
+            (one["num_tokens"], one["num_heads"], one["form"]): one
+            for one in records
+            if one["candidate"] == "ours" and not evidence.stale(one)
+        }
+        if not today or (card is not None and card.name != place.card):
+            continue
+        checks = [one["check"] for one in today.values()]
+        counts = Counter(one["verdict"] for one in checks)
+        ran = [one for one in checks if "max_ulp" in one]
+        newest = max(today.values(), key=lambda one: str(one["run"]["date"]))
+        yield [
+            place.card + " (named)" * place.forced + ", calls that `bench` timed",
+            place.device,
+            *(str(counts[verdict]) for verdict in ("ok", "differs", "not verified")),
+            str(sum(one["bytes_differing"] for one in ran)) if ran else "",
+            str(max(one["max_ulp"] for one in ran)) if ran else "",
+            f"{newest['run']['date'][:10]}, {newest['run']['commit'][:10]}",
+        ]
 
 
 # --------------------------------------------------------------------------------- benchmarks
@@ -416,8 +441,19 @@ def _launch(made: Plan) -> str:
     return "torch operations" if made.kernel == "torch" else str(made.launch)
 
 
-def plan_text(card: Card) -> str:
-    """What a card's file decides, on both sides of each of its boundaries, and why."""
+def plan_text(evidence: Evidence, card: Card) -> str:
+    """What a card's file decides, on both sides of each of its boundaries, and why.
+
+    Evidence that names a record is marked if the record is of another kernel.
+    """
+
+    def marked(text: str) -> str:
+        return re.sub(
+            r"results/\S+/(\S+\.jsonl(?:\.gz)?)",
+            lambda one: _marked(one[0], evidence.stale_file(one[1], card.name)),
+            text,
+        )
+
     bounds = {rule.max_heads for rule in card.rules if rule.max_heads is not None}
     heads = sorted({64, 128} | bounds | {bound + 1 for bound in bounds})
     by_plan: dict[tuple[tuple[int, Plan], ...], list[int]] = {}
@@ -430,7 +466,7 @@ def plan_text(card: Card) -> str:
         for (first, made), last in zip(segments, [*lasts, None], strict=True):
             tokens = f"{first} to {last}" if last else f"from {first}"
             tokens = "any" if len(segments) == 1 else tokens
-            rows.append([of_heads, tokens, _launch(made), made.reason, made.evidence])
+            rows.append([of_heads, tokens, _launch(made), made.reason, marked(made.evidence)])
     if card.toolchain is not None:
         below = f"the toolchain is below {card.toolchain.floor}: {card.toolchain.why}"
         rows.append(["any", "any", str(DEFAULT_LAUNCH), below, card.evidence])
