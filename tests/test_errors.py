@@ -246,6 +246,8 @@ ROWS: list[tuple[str, Change, type[Exception], str, str, str]] = [
         "[32, 32]",
     ),
     ("eps", lambda _: {"eps": "small"}, TypeError, "eps", "float", "str"),
+    ("eps bool", lambda _: {"eps": True}, TypeError, "eps", "a float", "bool"),
+    ("eps negative", lambda _: {"eps": -1e-6}, ValueError, "eps", "from 0 on", "-1e-06"),
     ("eps too large", lambda _: {"eps": 1e39}, ValueError, "eps", "f32 holds", "1e+39"),
     ("eps nan", lambda _: {"eps": float("nan")}, ValueError, "eps", "f32 holds", "nan"),
     (

@@ -151,6 +151,11 @@ def test_a_card_is_validated(field: str, value: str) -> None:
         card(**{field: value})
 
 
+def test_vector_core_has_one_cast() -> None:
+    with pytest.raises(ValueError, match=r"fp8_cast: expected 'integer'.*in some-card"):
+        card(kernel="vector_core", fp8_cast="compiler")
+
+
 def test_cards_of_the_package() -> None:
     assert {"nvidia-hopper", "cpu", "interpreter", "unknown"} <= set(card_names())
     for name in card_names():

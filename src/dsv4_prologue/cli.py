@@ -288,7 +288,9 @@ def verify(
 ) -> None:
     """Prove of a card what can be proved without it: bytes, memory, compilers, launches.
 
-    Holds if nothing is refused and something is proved.
+    Holds if nothing is refused and something is proved. For ascend-910b it installs triton-ascend
+    and ascendnpu-ir, 0.8 GB, into .nox/ascend, once; DSV4_PROLOGUE_ASCEND_PYTHON names a Python
+    that has them.
     """
     _require("torch", INSTALLING)
     from dsv4_prologue.measure.record import append, card_hash, kernel_hash

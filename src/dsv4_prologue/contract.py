@@ -356,10 +356,10 @@ def check_prologue(  # noqa: PLR0912, PLR0915 (the whole contract, written out f
         or fp8_format is not None
     ):
         _check_formats(q_layout, q_scale_inv, cache_format, cache_scale, fp8_format)
-    if type(eps) is not float and not isinstance(eps, (int, float)):
+    if type(eps) is not float and (type(eps) is bool or not isinstance(eps, (int, float))):
         _kind("eps", "a float", type(eps).__name__)
-    if not abs(eps) <= F32_MAX:
-        _value("eps", "a number that f32 holds", eps)
+    if not 0 <= eps <= F32_MAX:
+        _value("eps", "a number that f32 holds, from 0 on", eps)
     rows = q if q is not None else kv
     if rows is None:
         _value("q, kv", "at least one of them", "None for both")

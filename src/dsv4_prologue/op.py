@@ -206,10 +206,11 @@ def prologue(
         position_ids: int32 or int64 `[N]`, rows of `cos_sin_cache`. A position outside the table
             gives NaN in the RoPE dims.
         cos_sin_cache: f32 or bf16 `[max_pos, 64]`: 32 cosines, then 32 sines.
-        eps: added to the mean of squares.
+        eps: added to the mean of squares; not negative.
         cache_block_size: tokens a page.
         q_out: bf16 `[N, heads out, 512]`, or q itself, or a buffer that holds q as exactly its
-            first heads. It shares no byte with kv. None: a new tensor.
+            first heads. It shares no byte with kv, nor with any other argument, which only for
+            q and kv is checked. None: a new tensor.
         num_heads_out: heads of the output, at least H; those from H on are written as +0.
         q_norm, q_rope: whether Q is normalised, and rotated.
         kv_norm_weight: bf16 or f32 `[512]`: KV gets a weighted RMSNorm, rounded to bf16, first.

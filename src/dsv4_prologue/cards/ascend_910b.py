@@ -10,14 +10,18 @@ CARD = Card(
     kernel="vector_core",
     fp8_cast="integer",
     why="no plain form compiles here",
-    evidence="reported, not measured by us: the operator could not be built here",
+    evidence=(
+        "reported, not measured by us: the operator could not be built here "
+        "(flagos-ai/FlagGems-vllm#684)"
+    ),
     rules=(
         Rule(
             Launch(tokens_per_tile=1, heads_per_tile=32, num_warps=1),
             why="heads of one token share a scalar position; more than 32 overflow the buffer",
             evidence=(
                 "reported, not measured by us: 14.6 % (32768 x 64) and 21.6 % (32768 x 128) of a "
-                "copy ceiling of 1229 GB/s, 6.7x and 9.9x the first form that ran"
+                "copy ceiling of 1229 GB/s, 6.7x and 9.9x the first form that ran "
+                "(flagos-ai/FlagGems-vllm#684)"
             ),
         ),
     ),

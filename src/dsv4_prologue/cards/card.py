@@ -136,6 +136,10 @@ class Card:
             raise ValueError(f"kernel: expected one of {tuple(KERNELS)}, got {self.kernel!r}")
         if self.fp8_cast not in FP8_CASTS:
             raise ValueError(f"fp8_cast: expected one of {FP8_CASTS}, got {self.fp8_cast!r}")
+        if self.kernel == "vector_core" and self.fp8_cast != "integer":
+            raise ValueError(
+                f"fp8_cast: expected 'integer', all that vector_core has, in {self.name}"
+            )
         if self.lanes not in (None, 16, 32, 64):
             raise ValueError(f"{self.name}: expected lanes of 16, 32, 64 or None, got {self.lanes}")
         entries: tuple[Card | Rule, ...] = (self, *self.rules)

@@ -13,7 +13,7 @@ CARD = Card(
     why="below 16384 units a wide tile is mostly masked off, and its launch costs 90 us, not 80",
     evidence=(
         "reported, not measured by us: the crossover is at 256 tokens for 64 heads and at 128 for "
-        "128, 16640 and 16512 units"
+        "128, 16640 and 16512 units (flagos-ai/FlagGems-vllm#684)"
     ),
     rules=(
         Rule(
@@ -22,7 +22,7 @@ CARD = Card(
             why="16 elements a lane on 64 lanes, in a program of four warps",
             evidence=(
                 "reported, not measured by us: 88.7 to 89.9 % of a copy ceiling of 1350 GB/s at "
-                "32768 tokens and more, the default launch 45 %"
+                "32768 tokens and more, the default launch 45 % (flagos-ai/FlagGems-vllm#684)"
             ),
         ),
     ),

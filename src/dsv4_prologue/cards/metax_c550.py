@@ -11,7 +11,10 @@ CARD = Card(
     kernel="tiled",
     fp8_cast="compiler",
     why="below 512 tokens a wide tile is mostly masked off, and its launch costs 32 us, not 26",
-    evidence="reported, not measured by us: at 256 tokens the tile is 0.96x and 0.99x of this",
+    evidence=(
+        "reported, not measured by us: at 256 tokens the tile is 0.96x and 0.99x of this "
+        "(flagos-ai/FlagGems-vllm#684)"
+    ),
     rules=(
         Rule(
             Launch(tokens_per_tile=8, heads_per_tile=1, num_warps=4),
@@ -20,7 +23,7 @@ CARD = Card(
             evidence=(
                 "reported, not measured by us: 95.7 % (131072 x 64) and 97.0 % (32768 x 128) of a "
                 "ramped copy ceiling of 1397 GB/s, the default launch 83.2 % and 87.6 %; at 512 "
-                "tokens 1.03x and 1.04x"
+                "tokens 1.03x and 1.04x (flagos-ai/FlagGems-vllm#684)"
             ),
         ),
     ),

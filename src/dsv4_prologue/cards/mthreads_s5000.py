@@ -13,7 +13,7 @@ CARD = Card(
     why="one warp a row has 16 elements a lane already; below 512 tokens times are noise",
     evidence=(
         "reported, not measured by us: 93.6 % of a copy ceiling of 1332 GB/s at 32768 x 128, where "
-        "no tile was better than 0.94x; 87.4 % at 32768 x 64"
+        "no tile was better than 0.94x; 87.4 % at 32768 x 64 (flagos-ai/FlagGems-vllm#684)"
     ),
     rules=(
         Rule(
@@ -23,7 +23,7 @@ CARD = Card(
             why="a wider program; measured to help at 64 heads only, and why is not known",
             evidence=(
                 "reported, not measured by us: 91.6 % of 1332 GB/s at 32768 x 64; 1.03x at 512 "
-                "tokens, 1.00x at 256"
+                "tokens, 1.00x at 256 (flagos-ai/FlagGems-vllm#684)"
             ),
         ),
     ),

@@ -14,6 +14,7 @@ CARD = Card(
     why="the plain form is all this card needs; the encoder is what lets it compile at all",
     evidence=(
         "reported, not measured by us: 96.0 % of a ramped copy ceiling of 2097 GB/s at 32768 x 64 "
-        "and 131072 x 128; before, the operator could not be built here"
+        "and 131072 x 128; before, the operator could not be built here "
+        "(flagos-ai/FlagGems-vllm#684)"
     ),
 )

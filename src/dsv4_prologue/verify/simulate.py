@@ -144,7 +144,10 @@ def prove(card: Card) -> list[Proof]:
     detail = {"launches": [str(launch) for launch in card.launches], "calls": calls}
     numerics: Verdict = "refused" if wrong or faults else "proved"
     memory: Verdict = "refused" if faults else "proved"
-    exact = f"{calls} calls: cache bytes equal the oracle's, Q within its limit, canaries intact"
+    exact = (
+        f"{calls} calls: cache bytes equal the oracle's (where KV is normalised first, all but two "
+        "in 10000), Q within its limit, canaries intact"
+    )
     clean = f"{calls} calls: in bounds, aligned, no byte stored twice, no race, no int32 overflow"
     return [
         Proof(card.name, "numerics", numerics, "; ".join(wrong + faults) or exact, detail),

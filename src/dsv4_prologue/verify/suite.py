@@ -37,8 +37,9 @@ def _static(card: Card) -> list[Proof]:
     return found + (ascend.prove(card) if card.kernel == "vector_core" else [])
 
 
-def prove(names: list[str], on_proof: Callable[[Proof], None] | None = None) -> list[Proof]:
-    """All proofs of these cards, a card after another. `on_proof` is called with each.
+def prove(names: list[str], on_proof: Callable[[Proof], object] = lambda _: None) -> list[Proof]:
+    """All proofs of these cards, a card after another. `on_proof` is called with each once it is
+    there, in another order.
 
     Raises ValueError for a name that is no card's. What needs Triton, where there is none, is
     "not provable here".
@@ -47,14 +48,13 @@ def prove(names: list[str], on_proof: Callable[[Proof], None] | None = None) -> 
     if importlib.util.find_spec("triton") is None:
         absent = "Triton is not installed (the README says how, under Installing)"
         return [Proof(name, "all", "not provable here", absent) for name in names]
+    found: dict[str, list[Proof]] = {}
     with _interpreted(names) as simulated:
-        static = {card.name: _static(card) for card in cards}
-        found = []
+        for card in cards:
+            found[card.name] = _static(card)
+            for proof in found[card.name]:
+                on_proof(proof)
         for proof in simulated():
-            static[proof.card].append(proof)
-        for name in names:
-            for proof in static[name]:
-                found.append(proof)
-                if on_proof is not None:
-                    on_proof(proof)
-    return found
+            found[proof.card].append(proof)
+            on_proof(proof)
+    return [proof for name in names for proof in found[name]]
