@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -54,6 +55,27 @@ def test_the_graph_sees_imports_inside_functions() -> None:
     graph = import_graph()
     assert "dsv4_prologue.kernels.tiled" in graph["dsv4_prologue.launch"]
     assert "dsv4_prologue.kernels.numerics" in graph["dsv4_prologue.kernels.tiled"]
+
+
+def test_modules_import_what_the_architecture_allows() -> None:
+    """The table of docs/architecture.md: what a module is, and in its last column what it takes."""
+    page = Path(__file__).resolve().parent.parent / "docs" / "architecture.md"
+    rows = re.findall(r"^\| (`[^|]+) \| [^|]+ \| ([^|]+) \|$", page.read_text(), re.MULTILINE)
+    allowed: dict[str, set[str]] = {}
+    for first, last in rows[: [first for first, _ in rows].index("`demo.py`, `cli.py`") + 1]:
+        own = {one.removesuffix(".py").rstrip("/") for one in re.findall(r"`([\w./]+)`", first)}
+        taken = own | set(re.findall(r"`(\w+)`", last))
+        taken |= allowed.keys() if "all of these" in last else set()
+        allowed |= dict.fromkeys(own, taken)
+    seen = set()
+    for module, imported in import_graph().items():
+        part, *_ = module.removeprefix("dsv4_prologue").lstrip(".").split(".")
+        if part in ("", "__main__", "_version"):
+            continue
+        parts = {one.split(".")[1] for one in imported if "." in one} - {"_version"}
+        assert parts <= allowed[part], module
+        seen.add(part)
+    assert seen == allowed.keys()
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
