@@ -164,13 +164,14 @@ def test_demo_hands_on_what_it_was_given(
     monkeypatch.setattr(demo, "run", run)
     file = tmp_path / "text"
     file.write_text("Grüße", encoding="utf-8")
+    here = selection.default_device()
     assert invoke("demo").exit_code == exit_code
     assert invoke("demo", "--file", str(file), "--device", "cpu").exit_code == exit_code
     assert invoke("demo", "--text", "a text", "--json").exit_code == exit_code
     assert seen == [
-        {"text": None, "device": None, "as_json": False},
+        {"text": None, "device": here, "as_json": False},
         {"text": "Grüße", "device": "cpu", "as_json": False},
-        {"text": "a text", "device": None, "as_json": True},
+        {"text": "a text", "device": here, "as_json": True},
     ]
 
 

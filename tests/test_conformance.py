@@ -223,13 +223,14 @@ def test_shapes() -> None:
     assert everything > set(core)
     assert everything >= {(n, h) for n in (511, 512, 777, 1000, 4096) for h in (1, 8, 16, 32, 40)}
     assert len(everything) == len(set(SHAPES["core"])) + len(set(SHAPES["extra"]))
-    assert parse_shapes("17x64, 0x8,17x64") == [(0, 8), (17, 64)]
+    assert parse_shapes("17x64, 0x8,17x64") == ((0, 8), (17, 64))
+    assert set(parse_shapes("core, 3x5")) == {*core, (3, 5)}
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("shapes", ["", "17", "17x", "17x64x2", "17x0", "-1x4", "most", "17x64,"])
 def test_no_shapes(shapes: str) -> None:
-    with pytest.raises(ValueError, match="shapes: expected one of quick, core, extra, all, or NxH"):
+    with pytest.raises(ValueError, match="shapes: expected quick, core, extra, all or NxH, joined"):
         parse_shapes(shapes)
 
 

@@ -30,7 +30,8 @@ def test_numbers() -> None:
 def test_page_layout() -> None:
     layout = PageLayout(64)
     assert layout.payload_bytes == 37376
-    assert layout.data_offset(63) == 36288
+    assert layout.usual_stride == 37440
+    assert PageLayout(1).usual_stride == 1152
     assert layout.scale_offset(0) == 36864
     assert layout.scale_offset(63) + 8 == layout.payload_bytes
 

@@ -7,7 +7,6 @@ by the commands that need it: `explain --card` needs none.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from collections import Counter
@@ -22,15 +21,20 @@ from rich.table import Table
 
 from dsv4_prologue._version import __version__
 from dsv4_prologue.cards import card_names
-from dsv4_prologue.measure.commands import RecordOption, bench, tune
+from dsv4_prologue.measure.commands import bench, tune
 from dsv4_prologue.measure.report import report
+from dsv4_prologue.options import (
+    DeviceOption,
+    JsonOption,
+    RecordOption,
+    present_device,
+    require,
+)
 from dsv4_prologue.selection import CARD_VARIABLE, default_device, explain, interpreting, select
 from dsv4_prologue.verify.proof import VERDICTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-INSTALLING = "the README says how, under Installing"
 
 app = typer.Typer(
     name="dsv4-prologue",
@@ -51,28 +55,6 @@ def _print_version(value: bool) -> None:
 def _known_card(name: str | None) -> str | None:
     if name is not None and name not in card_names():
         raise typer.BadParameter(f"{name!r} is not one of {', '.join(card_names())}")
-    return name
-
-
-def _require(module: str, remedy: str) -> None:
-    """Exit with 2 where a module is not installed."""
-    if importlib.util.find_spec(module) is None:
-        typer.echo(f"This needs {module}, which is not installed; {remedy}", err=True)
-        raise typer.Exit(2)
-
-
-def _present_device(name: str | None) -> str | None:
-    """Return the name of a device that is there, or None for None."""
-    if name is None:
-        return None
-    import torch
-
-    try:
-        present = torch.get_device_module(torch.device(name)).is_available()
-    except RuntimeError as error:  # what torch raises for a device it has no name for
-        raise typer.BadParameter(str(error), param_hint="--device") from error
-    if not present:
-        raise typer.BadParameter(f"{name!r} is not available here", param_hint="--device")
     return name
 
 
@@ -99,11 +81,6 @@ CardOption = Annotated[
         help="A card by name; without it, the card of this machine.",
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-DeviceOption = Annotated[
-    str | None,
-    typer.Option(help="A torch device; without it, the accelerator if there is one, or the CPU."),
-]
 
 
 @app.callback()
@@ -127,7 +104,7 @@ def options(
 @app.command()
 def info(as_json: JsonOption = False) -> None:
     """Show versions, the device, Triton's target, the card that serves it, and why."""
-    _require("torch", INSTALLING)
+    require("torch")
     import torch
 
     from dsv4_prologue.measure.record import environment
@@ -170,7 +147,7 @@ def explain_command(
 ) -> None:
     """Show which kernel and which launch a call of this size gets, and why. Runs nothing."""
     if card is None:
-        _require("torch", f"or name a card: --card {'|'.join(card_names())}")
+        require("torch", f"or name a card: --card {'|'.join(card_names())}")
     try:
         plan = explain(num_tokens, num_heads, card=card, toolchain=toolchain)
     except ValueError as error:  # of the toolchain: the rest was checked
@@ -184,8 +161,8 @@ def check(
     shapes: Annotated[
         str | None,
         typer.Option(
-            help="quick, core, extra, all, or like 17x64,1000x8 (tokens x heads); without it, "
-            "quick on a CPU and all on an accelerator."
+            help="Of quick, core, extra, all and NxH (tokens x heads), joined by commas; without "
+            "it, quick on a CPU and all on an accelerator."
         ),
     ] = None,
     variant: Annotated[
@@ -202,13 +179,13 @@ def check(
     Holds if no case differs and at least one was verified. What memory or time does not allow is
     listed as not verified, with the reason.
     """
-    _require("torch", INSTALLING)
+    require("torch")
     import torch
 
     from dsv4_prologue.measure.record import append
     from dsv4_prologue.verify import conformance
 
-    device = _present_device(device) or default_device()
+    device = present_device(device)
     if (
         device == "cpu"
         and not interpreting()
@@ -292,7 +269,7 @@ def verify(
     and ascendnpu-ir, 0.8 GB, into .nox/ascend, once; DSV4_PROLOGUE_ASCEND_PYTHON names a Python
     that has them.
     """
-    _require("torch", INSTALLING)
+    require("torch")
     from dsv4_prologue.measure.record import append, card_hash, kernel_hash
     from dsv4_prologue.verify.suite import prove
 
@@ -355,13 +332,13 @@ def demo(
     """Run a small DeepSeek-V4 on real text with the operator in it; compare with its own code."""
     if text is not None and file is not None:
         raise typer.BadParameter("give --text or --file, not both")
-    _require("torch", INSTALLING)
-    _require("transformers", "pip install 'dsv4-prologue[demo]'")
+    require("torch")
+    require("transformers", "pip install 'dsv4-prologue[demo]'")
     from dsv4_prologue import demo as demonstration
 
     if file is not None:
         text = file.read_text(encoding="utf-8")
-    raise typer.Exit(demonstration.run(text=text, device=_present_device(device), as_json=as_json))
+    raise typer.Exit(demonstration.run(text=text, device=present_device(device), as_json=as_json))
 
 
 for command in (bench, tune, report):

@@ -60,9 +60,12 @@ class PageLayout:
     def payload_bytes(self) -> int:
         return self.cache_block_size * TOKEN_BYTES
 
-    def data_offset(self, offset: int) -> int:
-        """First of the 576 data bytes of the page's token number `offset`."""
-        return offset * DATA_BYTES
+    @property
+    def usual_stride(self) -> int:
+        """From one page to the next where an engine shares pages between layers, as vLLM does: the
+        payload, rounded up to a multiple of a token's data bytes. 37440 for 64 tokens.
+        """
+        return -(-self.payload_bytes // DATA_BYTES) * DATA_BYTES
 
     def scale_offset(self, offset: int) -> int:
         """First of the 8 scale bytes of the page's token number `offset`."""

@@ -465,8 +465,8 @@ def warmup(
     Args:
         num_heads, num_heads_out, cache_block_size, q_norm, q_rope: as later calls have them.
         in_place: whether q is changed in place.
-        page_stride: of the cache, in bytes; None: 37440 for pages of 64, else the payload rounded
-            up to 576.
+        page_stride: of the cache, in bytes; None: the payload rounded up to a multiple of 576,
+            which is 37440 for pages of 64.
         index_dtype: of slots and positions.
         table_dtype: of the cosines and sines.
         kv_norm_dtype: of `kv_norm_weight`; None: without.
@@ -477,14 +477,14 @@ def warmup(
     from dsv4_prologue.selection import default_device
 
     where = torch.device(device if device is not None else default_device())
-    payload = PageLayout(cache_block_size).payload_bytes
-    stride = page_stride if page_stride is not None else -(-payload // 576) * 576
+    page = PageLayout(cache_block_size)
+    stride = page_stride if page_stride is not None else page.usual_stride
     zeros = torch.zeros(1, dtype=index_dtype, device=where)
     heads_out = num_heads if num_heads_out is None else num_heads_out
     whole = torch.zeros(1, heads_out, HEAD_DIM, dtype=torch.bfloat16, device=where)
     q = whole[:, :num_heads] if in_place else whole.new_zeros(1, num_heads, HEAD_DIM)
     kv = torch.zeros(1, HEAD_DIM, dtype=torch.bfloat16, device=where)
-    cache = torch.zeros(1, stride, dtype=torch.uint8, device=where)
+    cache = torch.zeros(1, stride, dtype=torch.uint8, device=where)[:, : page.payload_bytes]
     weight = None
     if kv_norm_dtype is not None:
         weight = torch.ones(HEAD_DIM, dtype=kv_norm_dtype, device=where)
@@ -493,7 +493,7 @@ def warmup(
             prologue(
                 None if kv_only else q,
                 None if q_only else kv,
-                None if q_only else cache[:, :payload],
+                None if q_only else cache,
                 None if q_only else zeros - 1,
                 zeros,
                 torch.zeros(1, 64, dtype=table_dtype, device=where),
@@ -505,4 +505,4 @@ def warmup(
                 q_rope=q_rope,
             )
     if not q_only:
-        gather_dequantize(cache[:, :payload], zeros - 1, cache_block_size=cache_block_size)
+        gather_dequantize(cache, zeros - 1, cache_block_size=cache_block_size)

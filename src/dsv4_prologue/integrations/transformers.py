@@ -30,15 +30,13 @@ from torch.nn.functional import pad
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 
 import dsv4_prologue
-from dsv4_prologue.contract import DATA_BYTES, HEAD_DIM, PageLayout
+from dsv4_prologue.contract import HEAD_DIM, PageLayout
 
 #: The lowest and the newest release of `transformers` this was tested with.
 SUPPORTED = ("5.8.1", "5.24.0")
 
 PAGE_TOKENS = 64  # tokens a page
-#: Bytes from one page to the next: the payload, padded to a multiple of a token's data bytes, as an
-#: engine that shares pages between layers pads it.
-PAGE_STRIDE = -(-PageLayout(PAGE_TOKENS).payload_bytes // DATA_BYTES) * DATA_BYTES
+PAGE_STRIDE = PageLayout(PAGE_TOKENS).usual_stride
 
 
 @dataclass(frozen=True)

@@ -79,14 +79,13 @@ def make_inputs(
     num_tokens: int, num_heads: int, device: torch.device, *, seed: int = 0, max_pos: int = 8192
 ) -> Inputs:
     """Random numbers of an engine's size, for timing; what is checked is made of worse."""
-    payload = PageLayout(64).payload_bytes
-    pages = num_tokens // 64 + 2
-    cache = torch.zeros(pages, -(-payload // 576) * 576, dtype=torch.uint8, device=device)
+    page, pages = PageLayout(64), num_tokens // 64 + 2
+    cache = torch.zeros(pages, page.usual_stride, dtype=torch.uint8, device=device)
     index = torch.empty(2, -(-num_tokens // 2) * 2, dtype=torch.int64, device=device)
     inputs = Inputs(
         torch.empty(num_tokens, num_heads, HEAD_DIM, dtype=torch.bfloat16, device=device),
         torch.empty(num_tokens, HEAD_DIM, dtype=torch.bfloat16, device=device),
-        cache[:, :payload],
+        cache[:, : page.payload_bytes],
         index[0, :num_tokens],  # both aligned to 16 bytes
         index[1, :num_tokens],
         torch.empty(max_pos, ROPE_DIM, dtype=torch.float32, device=device),
@@ -145,11 +144,6 @@ class Baseline:
         if self.padded_heads is not None and num_heads not in self.padded_heads:
             return f"writes one of {self.padded_heads} heads, not {num_heads}"
         return ""
-
-    def footprint_bytes(self, num_tokens: int, num_heads: int) -> int:
-        """Memory a call takes beside its arguments, predicted."""
-        new = 0 if self.in_place else num_tokens * num_heads * HEAD_DIM * 2
-        return new + self.extra_bytes
 
 
 def file_provenance(path: Path) -> dict[str, Any]:

@@ -35,7 +35,6 @@ rounded to a nanosecond (none of them, if it was not timed), it has
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -61,7 +60,6 @@ from dsv4_prologue.measure.candidates import (
     FORMS,
     Q_RANK,
     Candidate,
-    Shape,
     Timed,
     candidate_of,
     check,
@@ -90,6 +88,8 @@ from dsv4_prologue.measure.timing import (
 )
 from dsv4_prologue.measure.verdict import Verdict, verdict
 from dsv4_prologue.selection import interpreting, plan_for
+from dsv4_prologue.verify import conformance
+from dsv4_prologue.verify.conformance import Shape
 
 Records = list[dict[str, Any]]
 
@@ -97,7 +97,7 @@ Records = list[dict[str, Any]]
 #: leaves of the heads.
 SHAPES: dict[str, tuple[Shape, ...]] = {
     "quick": ((1, 64), (64, 64), (1024, 64)),
-    "core": tuple((n, h) for n in CORE_NUM_TOKENS for h in CORE_NUM_HEADS),
+    "core": conformance.SHAPES["core"],
     "decode": tuple((n, h) for n in CORE_NUM_TOKENS if n < 1024 for h in CORE_NUM_HEADS),
     "prefill": tuple((n, h) for n in CORE_NUM_TOKENS if n >= 1024 for h in CORE_NUM_HEADS),
     "tp": tuple((n, h) for n in (1, 64, 1024, 32768) for h in (8, 16, 32)),
@@ -121,17 +121,10 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
     """Names of SHAPES and sizes like 17x64, joined by commas, as (num_tokens, num_heads), small
     first. Raises RequestError for anything else.
     """
-    found: set[Shape] = set()
-    for part in (one.strip() for one in text.split(",")):
-        size = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", part)
-        if part in SHAPES:
-            found.update(SHAPES[part])
-        elif size is not None:
-            found.add((int(size[1]), int(size[2])))
-        else:
-            known = ", ".join(SHAPES)
-            raise RequestError(f"shapes: expected {known} or NxH, joined by commas, got {part!r}")
-    return tuple(sorted(found, key=lambda shape: (shape[0] * shape[1], shape)))
+    try:
+        return conformance.parse_shapes(text, SHAPES, fewest_tokens=1)
+    except ValueError as error:
+        raise RequestError(str(error)) from error
 
 
 @dataclass(frozen=True)

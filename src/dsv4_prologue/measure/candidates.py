@@ -34,9 +34,9 @@ from dsv4_prologue.op import prologue
 from dsv4_prologue.selection import plan_for, use_launch
 from dsv4_prologue.verify import conformance
 from dsv4_prologue.verify.canary import slices
+from dsv4_prologue.verify.conformance import Shape
 from dsv4_prologue.verify.inputs import Variant, build_case
 
-Shape = tuple[int, int]  # num_tokens, num_heads
 #: How a call of some form is bound to its inputs and, where it wants one, to a buffer for Q.
 Bind = Callable[[Inputs, Tensor | None], Call]
 

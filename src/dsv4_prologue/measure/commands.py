@@ -21,7 +21,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from dsv4_prologue.selection import default_device
+from dsv4_prologue.options import (
+    DeviceOption,
+    JsonOption,
+    RecordOption,
+    present_device,
+    require,
+)
 
 if TYPE_CHECKING:
     from dsv4_prologue.measure.bench import Options, Watcher
@@ -43,31 +49,10 @@ ModeOption = Annotated[
 ]
 
 
-def records_file(path: Path | None) -> Path | None:
-    """Refuse a file that holds something else than records, before anything is measured."""
-    from dsv4_prologue.measure.record import check_appendable
-
-    if path is not None:
-        try:
-            check_appendable(path)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
-    return path
-
-
-RecordOption = Annotated[
-    Path | None,
-    typer.Option(dir_okay=False, callback=records_file, help="Append the records to this file."),
-]
 SecondsOption = Annotated[
     float, typer.Option(min=0.01, help="Time for the rounds of a shape in a mode, at most.")
 ]
-DeviceOption = Annotated[
-    str | None,
-    typer.Option(help="A torch device; without it, the accelerator if there is one, or the CPU."),
-]
 SeedOption = Annotated[int, typer.Option(help="Of the inputs, and of the order of the rounds.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 def bench(
@@ -106,7 +91,8 @@ def bench(
     Holds if ours was timed, and is right and believable at every shape; with --compare, if it is
     slower than the other version at none.
     """
-    device = _torch_device(device)
+    require("torch")
+    device = present_device(device)
     from dsv4_prologue.measure.bench import holds, run
     from dsv4_prologue.measure.versions import against_record, faster_or_same
     from dsv4_prologue.measure.versions import compare as compare_versions
@@ -160,7 +146,8 @@ def tune(
 
     Holds if no launch is faster than the card's own at any shape.
     """
-    device = _torch_device(device)
+    require("torch")
+    device = present_device(device)
     from dsv4_prologue.measure.tune import Tuned, Tuner
 
     records: Records = []
@@ -188,14 +175,6 @@ def tune(
 
 
 # -------------------------------------------------------------------------------- what they share
-
-
-def _torch_device(name: str | None) -> str:
-    """The name of a device that is there; exits with 2 where there is none, or no torch."""
-    from dsv4_prologue import cli
-
-    cli._require("torch", cli.INSTALLING)
-    return cli._present_device(name) or default_device()
 
 
 def _words(text: str) -> tuple[str, ...]:

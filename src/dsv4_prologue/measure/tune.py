@@ -42,12 +42,13 @@ from dsv4_prologue.measure.baselines import (
     launch_errors,
 )
 from dsv4_prologue.measure.bench import Options, Records, Watcher, rounded
-from dsv4_prologue.measure.candidates import Candidate, Shape, Timed, check, forms_of, no_room
+from dsv4_prologue.measure.candidates import Candidate, Timed, check, forms_of, no_room
 from dsv4_prologue.measure.record import card_hash, kernel_hash
 from dsv4_prologue.measure.timing import Clock, Mode, Samples, clock_for, measure
 from dsv4_prologue.measure.verdict import VerdictName, verdict
 from dsv4_prologue.planning import DEFAULT_LAUNCH, Launch, Problem, plan
 from dsv4_prologue.selection import select, use_launch
+from dsv4_prologue.verify.conformance import Shape
 
 TILE_SIDES = (1, 2, 4, 8, 16)
 WARPS = (1, 2, 4, 8)

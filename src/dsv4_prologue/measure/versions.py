@@ -35,7 +35,6 @@ from dsv4_prologue.measure.baselines import IN_PLACE, RequestError
 from dsv4_prologue.measure.bench import Options, Records, Watcher, rounded
 from dsv4_prologue.measure.candidates import (
     Candidate,
-    Shape,
     Timed,
     check,
     examine_timed,
@@ -46,6 +45,7 @@ from dsv4_prologue.measure.record import read
 from dsv4_prologue.measure.timing import Clock, Mode, Rounds, Samples, clock_for, order
 from dsv4_prologue.measure.verdict import SAME_WITHIN, verdict
 from dsv4_prologue.measure.worker import Channel, Worker
+from dsv4_prologue.verify.conformance import Shape
 
 PACKAGE = "dsv4_prologue"
 HARNESS = "dsv4_harness"

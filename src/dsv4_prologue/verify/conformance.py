@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,12 @@ Operator = Callable[..., Tensor | None]
 _EXTRA_TOKENS = (511, 512, 777, 1000, 4096)
 _EXTRA_HEADS = (1, 8, 16, 32, 40)
 
-#: Lists of (num_tokens, num_heads). "extra" crosses tails and head counts with moderate sizes, and
+Shape = tuple[int, int]  # num_tokens, num_heads
+
+#: What can be checked, by name. "extra" crosses tails and head counts with moderate sizes, and
 #: the decode sizes with the same head counts. "quick" is small enough for Triton's interpreter: its
 #: 41 x 1 is one program more than a card of 40 cores has, its 511 rows hold all that `fill_kv` has.
-SHAPES: dict[str, tuple[tuple[int, int], ...]] = {
+SHAPES: dict[str, tuple[Shape, ...]] = {
     "quick": ((1, 1), (4, 64), (5, 128), (17, 40), (41, 1), (511, 1)),
     "core": tuple((n, h) for n in CORE_NUM_TOKENS for h in CORE_NUM_HEADS),
     "extra": tuple(
@@ -92,22 +94,24 @@ CPU_UNITS = 1 << 20
 INTERPRETER_UNITS = 1 << 11
 
 
-def parse_shapes(shapes: str) -> list[tuple[int, int]]:
-    """A name of SHAPES, or a list like "17x64,1000x8", as (num_tokens, num_heads), small first.
+def parse_shapes(
+    text: str, named: Mapping[str, Iterable[Shape]] = SHAPES, *, fewest_tokens: int = 0
+) -> tuple[Shape, ...]:
+    """Names, and sizes like 17x64, joined by commas, as (num_tokens, num_heads), small first.
 
     Raises ValueError for anything else.
     """
-    if shapes in SHAPES:
-        found = set(SHAPES[shapes])
-    else:
-        found = set()
-        for text in shapes.split(","):
-            match = re.fullmatch(r"\s*(\d+)x(\d+)\s*", text)
-            if match is None or match[2] == "0":
-                known = ", ".join(SHAPES)
-                raise ValueError(f"shapes: expected one of {known}, or NxH,..., got {shapes!r}")
-            found.add((int(match[1]), int(match[2])))
-    return sorted(found, key=lambda shape: (shape[0] * shape[1], shape))
+    found: set[Shape] = set()
+    for part in (one.strip() for one in text.split(",")):
+        size = re.fullmatch(r"(\d+)x([1-9]\d*)", part)
+        if part in named:
+            found.update(named[part])
+        elif size is not None and int(size[1]) >= fewest_tokens:
+            found.add((int(size[1]), int(size[2])))
+        else:
+            known = ", ".join(named)
+            raise ValueError(f"shapes: expected {known} or NxH, joined by commas, got {part!r}")
+    return tuple(sorted(found, key=lambda shape: (shape[0] * shape[1], shape)))
 
 
 def variants_for(num_tokens: int, num_heads: int) -> tuple[str, ...]:
