@@ -19,6 +19,7 @@ from dsv4_prologue.measure.record import (
     card_hash,
     commit,
     environment,
+    host_hash,
     kernel_hash,
 )
 
@@ -62,6 +63,19 @@ def test_kernel_hash_is_of_what_a_card_runs(package: Path) -> None:
     assert changed("kernels/numerics.py") == changed("kernels/gather.py") == set(cards[:2])
     with pytest.raises(ValueError, match="card: expected one of"):
         kernel_hash("abacus")
+
+
+def test_host_hash_is_of_what_a_call_goes_through(package: Path) -> None:
+    names = ("op", "launch", "direct")
+    for name in names:
+        (package / f"{name}.py").write_text("as it was\n")
+    before = host_hash()
+    (package / "contract.py").write_text("changed\n")
+    assert host_hash() == before
+    for name in names:
+        before = host_hash()
+        (package / f"{name}.py").write_text("changed\n")
+        assert host_hash() != before
 
 
 def test_card_hash() -> None:

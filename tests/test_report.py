@@ -19,7 +19,7 @@ from dsv4_prologue import explain
 from dsv4_prologue.cards import card_names, get_card
 from dsv4_prologue.measure import charts, tables
 from dsv4_prologue.measure.evidence import Evidence, Place
-from dsv4_prologue.measure.record import SCHEMA_VERSION, card_hash, kernel_hash
+from dsv4_prologue.measure.record import SCHEMA_VERSION, card_hash, host_hash, kernel_hash
 from dsv4_prologue.measure.report import _charts_left, block, changes, report
 from dsv4_prologue.measure.reported import LABEL, REPORTED
 
@@ -73,6 +73,7 @@ def bench(candidate: str, time_us: float, shape: tuple[int, int], **changed: Any
         "launch": str(explain(*shape, card=CARD).launch),
         "kernel_hash": kernel_hash(CARD),
         "card_hash": card_hash(CARD),
+        "host_hash": host_hash(),
         "check": {"verdict": "ok", "reason": "", "bytes_differing": 0, "max_ulp": 1},
         "reason": "",
         "median_us": time_us,
@@ -379,6 +380,15 @@ def test_a_card_s_boundaries_are_in_its_table(
 ) -> None:
     text = tables.plan_text(Evidence(()), get_card(card))
     assert re.search(rf"^\| {heads} \| {tokens} \| {launch} \(tokens x heads\)", text, re.MULTILINE)
+
+
+def test_the_host_s_cost_is_of_the_host_path(tmp_path: Path) -> None:
+    """And a kernel's time is not."""
+    for mode in ("flushed", "host"):
+        write(tmp_path, pair(25.0, 30.0, (1, 64), "faster", mode=mode, host_hash="of old"))
+    text = of(tmp_path, "bench-summary")
+    assert row_of(text, "host (stale: another host path)")
+    assert row_of(text, "flushed")
 
 
 def test_evidence_of_another_kernel_is_marked(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ rounded to a nanosecond (none of them, if it was not timed), it has
                       a part of ours in place, and which
     card, forced, kernel, plan_reason     of ours at this shape, in every record
     launch            ours: the plan's; a baseline's: the arguments it was given; the best copy
-    kernel_hash, card_hash
+    kernel_hash, card_hash, host_hash
     check             verdict ("ok", "differs", "not verified", "none"), reason, figures
     reason            why it was not timed; empty if it was
     useful_bytes      each input read once and each output written once
@@ -76,7 +76,7 @@ from dsv4_prologue.measure.ceilings import (
     measure_ceiling,
 )
 from dsv4_prologue.measure.guard import figure_faults, handicapped, known_answer
-from dsv4_prologue.measure.record import card_hash, kernel_hash
+from dsv4_prologue.measure.record import card_hash, host_hash, kernel_hash
 from dsv4_prologue.measure.timing import (
     GRAPHS,
     HOST_CALLS,
@@ -601,6 +601,7 @@ class _Run:
             "launch": str(plan.launch),
             "kernel_hash": kernel_hash(plan.card),
             "card_hash": card_hash(plan.card),
+            "host_hash": host_hash(),
             "reason": "",
             "useful_bytes": bytes_moved(num_tokens, num_heads),
             "faults": [],

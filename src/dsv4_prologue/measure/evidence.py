@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dsv4_prologue.cards import card_names, get_card
-from dsv4_prologue.measure.record import SCHEMA_VERSION, card_hash, kernel_hash, read
+from dsv4_prologue.measure.record import (
+    SCHEMA_VERSION,
+    card_hash,
+    host_hash,
+    kernel_hash,
+    read,
+)
 from dsv4_prologue.planning import Floor, Problem, plan
 
 Record = dict[str, Any]
@@ -73,6 +79,16 @@ def _launches_now(name: str, problem: Problem) -> set[str]:
     return {str(plan(card, problem, floor=floor).launch) for floor in floors}
 
 
+def _stale_proof(record: Record) -> str:
+    name = record["card"]
+    if record.get("card_hash", card_hash(name)) != card_hash(name):
+        return "another card file"
+    launches = [str(launch) for launch in get_card(name).launches]
+    if record["detail"].get("launches", launches) != launches:
+        return "other launches"
+    return ""
+
+
 @dataclass(frozen=True)
 class Evidence:
     """All records of a folder, the oldest run first."""
@@ -91,6 +107,10 @@ class Evidence:
     def _kernel_hashes(self) -> dict[str, str]:
         return {name: kernel_hash(name) for name in card_names()}
 
+    @cached_property
+    def _host_hash(self) -> str:
+        return host_hash()
+
     def stale(self, record: Record) -> str:
         """Why a record speaks of something else than today's code; empty if it does not."""
         name = record["card"]
@@ -99,14 +119,15 @@ class Evidence:
         if record.get("kernel_hash") != self._kernel_hashes[name]:
             return "another kernel" if record.get("kernel_hash") else "its kernel is not told"
         if record["record"] == "proof":
-            if record.get("card_hash", card_hash(name)) != card_hash(name):
-                return "another card file"
-            launches = [str(launch) for launch in get_card(name).launches]
-            if record["detail"].get("launches", launches) != launches:
-                return "other launches"
-        if record["record"] == "bench" and record["candidate"] == "ours":
+            return _stale_proof(record)
+        return self._stale_bench(record) if record["record"] == "bench" else ""
+
+    def _stale_bench(self, record: Record) -> str:
+        if record["mode"] == "host" and record.get("host_hash") != self._host_hash:
+            return "another host path"
+        if record["candidate"] == "ours":
             problem = Problem(record["num_tokens"], record["num_heads"])
-            if record["launch"] not in _launches_now(name, problem):
+            if record["launch"] not in _launches_now(record["card"], problem):
                 return "another launch"
         return ""
 

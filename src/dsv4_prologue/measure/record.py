@@ -68,6 +68,13 @@ def kernel_hash(name: str) -> str:
     return _sha256(sorted(files), f"tiles of {tile_width(get_card(name).lanes)} dims")
 
 
+def host_hash() -> str:
+    """SHA-256 of what a call goes through before its kernel is launched: a host's cost speaks of
+    this.
+    """
+    return _sha256(_PACKAGE / f"{one}.py" for one in ("op", "launch", "direct"))
+
+
 def card_hash(name: str) -> str:
     """SHA-256 of the card's file. Raises ValueError for a name that is no card's."""
     get_card(name)
