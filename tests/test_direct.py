@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -196,3 +197,24 @@ def test_few_calls_are_kept(started: Started) -> None:
         direct.remember_call(tuple(inputs), (n,), (0, 0, True), (), False, ("key",), 7, ())
     assert len(direct._calls) == direct._MAX_CALLS
     assert not started
+
+
+def test_threads_keep_and_repeat_calls_side_by_side(started: Started) -> None:
+    """Each launch has its own call's pointers, while other calls are being kept."""
+    calls = [good() for _ in range(64)]
+    free = direct._MAX_CALLS - len(direct._calls)
+
+    def keep(number: int) -> bool:
+        *inputs, _ = good().values()
+        kept = (tuple(inputs), (number,), (0, 0, 0, True), (), False, ("key",), 7, ())
+        direct.remember_call(*kept)
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        keeping = [pool.submit(keep, number) for number in range(free)]
+        repeating = [pool.submit(repeat, call) for call in calls]
+        assert all(done.result() for done in (*keeping, *repeating))
+    want = {(call["q"].data_ptr(), call["q_out"].data_ptr()) for call in calls}
+    assert len(want) == len(started) == len(calls)
+    assert {(q, q_out) for q, q_out, *_ in started} == want
+    assert len(direct._calls) == direct._MAX_CALLS
