@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -142,7 +143,7 @@ def test_compile_traces_whole_and_gives_the_same_bytes(device: str, form: str) -
 
 def test_compile_does_not_recompile_when_n_changes(device: str) -> None:
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
 
     def call(
         q: torch.Tensor,
