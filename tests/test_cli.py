@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 import dsv4_prologue
 from dsv4_prologue import cli, selection
 from dsv4_prologue.cards import card_names
+from dsv4_prologue.measure.evidence import Evidence
 
 pytestmark = pytest.mark.once
 
@@ -218,6 +219,53 @@ def test_verify_does_not_hold_where_nothing_is_proved() -> None:
     result = invoke("verify", "--card", "cpu")
     assert result.exit_code == 1, result.output
     assert "0 proved, 0 refused" in result.stdout
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_check_of_somebody_else_s_operator(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, planted: bool
+) -> None:
+    """Each form it has, by the limits of a foreign one; a fault of it is found."""
+    torch = pytest.importorskip("torch")
+    from dsv4_prologue.measure import baselines
+    from dsv4_prologue.verify.conformance import FOREIGN
+
+    def bind(inputs: baselines.Inputs) -> baselines.Call:
+        def call() -> None:
+            if inputs.position_ids.dtype != torch.int64:
+                raise RuntimeError("positions: int64 only\nand more")
+            baselines.fused(*inputs)
+            if planted:
+                inputs.k_cache[:, 0] ^= 1
+
+        return call
+
+    theirs = baselines.Baseline("theirs", (baselines.IN_PLACE,), bind, {"version": "1"})
+    monkeypatch.setattr(baselines, "find", lambda *_: theirs)
+    file = tmp_path / "record.jsonl"
+    chosen = ("check", "--device", "cpu", "--shapes", "99x2", "--against", "vllm")
+    result = invoke(*chosen, "--json", "--record", str(file))
+    assert result.exit_code == planted, result.output
+    records = {one["variant"]: one for one in json.loads(result.stdout)}
+    assert records.keys() == set(FOREIGN)
+    refused = records.pop("short slots")
+    assert (refused["verdict"], refused["operator"]) == ("not verified", "theirs")
+    assert refused["reason"] == "refused: RuntimeError: positions: int64 only"
+    assert {one["provenance"]["version"] for one in records.values()} == {"1"}
+    assert {one["verdict"] for one in records.values()} == {"differs" if planted else "ok"}
+    assert not Evidence.of(tmp_path).checks()
+    assert invoke(*chosen).stdout.rstrip().endswith("on cpu, of theirs")
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [("copy", "expected an operator"), ("nope", "expected one of"), ("vllm", "is left out")],
+)
+def test_what_is_no_operator_is_not_checked(name: str, word: str) -> None:
+    pytest.importorskip("torch")
+    result = invoke(*CHECK, "--against", name)
+    assert result.exit_code == 2
+    assert word in " ".join(result.output.split())
 
 
 def test_check_as_a_table_ends_in_a_sum() -> None:

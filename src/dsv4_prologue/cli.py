@@ -36,6 +36,8 @@ from dsv4_prologue.verify.proof import VERDICTS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from dsv4_prologue.verify.conformance import Operator
+
 app = typer.Typer(
     name="dsv4-prologue",
     help="The DeepSeek-V4 attention prologue: what it does, and why, on this machine.",
@@ -170,6 +172,13 @@ def check(
         typer.Option(help="A form of call, may be given again; without it, each that fits."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="Check somebody else's operator instead of ours: eager, portable, vllm or "
+            "library:PATH:namespace.op."
+        ),
+    ] = None,
     record: RecordOption = None,
     device: DeviceOption = None,
     as_json: JsonOption = False,
@@ -177,7 +186,7 @@ def check(
     """Compare the operator with the oracle on this device, byte by byte.
 
     Holds if no case differs and at least one was verified. What memory or time does not allow is
-    listed as not verified, with the reason.
+    listed as not verified, with the reason; so is what somebody else's operator refuses.
     """
     require("torch")
     import torch
@@ -197,7 +206,7 @@ def check(
     shapes = shapes or ("quick" if device == "cpu" else "all")
     try:
         total = sum(
-            len(variant or conformance.variants_for(*shape))
+            len(variant or conformance.variants_for(*shape, foreign=bool(against)))
             for shape in conformance.parse_shapes(shapes)
         )
     except ValueError as error:
@@ -206,6 +215,7 @@ def check(
         if name not in conformance.VARIANTS:
             known = ", ".join(conformance.VARIANTS)
             raise typer.BadParameter(f"{name!r} is not one of {known}", param_hint="--variant")
+    operator, told = _operator(against, device) if against else (None, {})
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task(f"{shapes} on {device}", total=total)
         records = conformance.run_check(
@@ -213,8 +223,11 @@ def check(
             shapes,
             seed,
             variants=variant,
+            operator=operator,
+            foreign=bool(against),
             on_result=lambda _: progress.advance(task),
         )
+    records = [one | told for one in records]
     if record is not None:
         append(record, records, device=device)
     if as_json:
@@ -223,6 +236,27 @@ def check(
         _print_records(records)
     verdicts = {seen["verdict"] for seen in records}
     raise typer.Exit(0 if "ok" in verdicts and "differs" not in verdicts else 1)
+
+
+def _operator(name: str, device: str) -> tuple[Operator, dict[str, Any]]:
+    """Somebody else's operator, called as ours is, and what a record says of it."""
+    import torch
+
+    from dsv4_prologue.measure import baselines
+
+    where = torch.device(device)
+    try:
+        if name in baselines.NO_OPERATORS:
+            raise baselines.RequestError(f"against: expected an operator, got {name!r}")
+        found = baselines.find(name, where)
+    except baselines.RequestError as error:
+        raise typer.BadParameter(str(error)) from error
+    if isinstance(found, baselines.Unavailable):
+        raise typer.BadParameter(f"against: {name} is left out: {found.reason}")
+    if reason := baselines.probe(found, where):
+        raise typer.BadParameter(f"against: {name} is left out: {reason}")
+    told = {"operator": found.name, "provenance": dict(found.provenance)}
+    return baselines.as_prologue(found), told
 
 
 def _print_records(records: list[dict[str, Any]]) -> None:
@@ -249,9 +283,10 @@ def _print_records(records: list[dict[str, Any]]) -> None:
         f"{counts[verdict]} {verdict}" for verdict in ("ok", "differs", "not verified")
     )
     cards = sorted({seen["card"] + " (forced)" * seen["forced"] for seen in records})
+    whose = "".join(f", of {one}" for one in {seen.get("operator"): 0 for seen in records} if one)
     console = Console(markup=False, highlight=False, soft_wrap=True)
     console.print(table)
-    console.print(*reasons, f"{sums}, on {', '.join(cards)}", sep="\n")
+    console.print(*reasons, f"{sums}, on {', '.join(cards)}{whose}", sep="\n")
 
 
 @app.command()

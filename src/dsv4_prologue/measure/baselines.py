@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from torch import Tensor
 from dsv4_prologue.contract import HEAD_DIM, ROPE_DIM, PageLayout
 from dsv4_prologue.op import fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert as fused
 from dsv4_prologue.selection import select, use_card
+from dsv4_prologue.verify.conformance import RefusedError
 
 OPERATOR = "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert"
 #: `copy` and `parts` are no operators: bare copies, and parts of our own call.
@@ -362,6 +363,31 @@ def _launch_and_wait(device: torch.device) -> None:
     module.synchronize()
     torch.zeros(1, device=device).add_(1)
     module.synchronize()
+
+
+def as_prologue(baseline: Baseline) -> Callable[..., Tensor]:
+    """A baseline called as `prologue` is, with its inputs by name; returns its Q.
+
+    What it changes in place is a copy of q, and a q_out gets a copy of its result. Raises
+    RefusedError for a call that it does not have.
+    """
+
+    def operator(**arguments: Any) -> Tensor:
+        inputs = Inputs(*(arguments[name] for name in Inputs._fields))
+        reason = baseline.refusal(inputs.q.shape[1])
+        if reason:
+            raise RefusedError(reason)
+        if baseline.in_place:
+            inputs = inputs._replace(q=inputs.q.clone())
+        try:
+            result = baseline.bind(inputs)()
+        except launch_errors() as error:
+            raise RefusedError(first_line(error)) from error
+        q_out: Tensor = inputs.q if baseline.in_place else cast("Tensor", result)
+        wanted: Tensor | None = arguments.get("q_out")
+        return q_out if wanted is None else wanted.copy_(q_out)
+
+    return operator
 
 
 def probe(baseline: Baseline, device: torch.device, **launch: int) -> str:
