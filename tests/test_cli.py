@@ -263,9 +263,12 @@ def test_check_of_somebody_else_s_operator(
 )
 def test_what_is_no_operator_is_not_checked(name: str, word: str) -> None:
     pytest.importorskip("torch")
-    result = invoke(*CHECK, "--against", name)
+    result = invoke("check", "--device", "cpu", "--shapes", "3x2", "--against", name)
     assert result.exit_code == 2
     assert word in " ".join(result.output.split())
+    result = invoke(*CHECK, "--against", name)  # with a form that only ours has
+    assert result.exit_code == 2
+    assert "pages of 5" in result.output
 
 
 def test_check_as_a_table_ends_in_a_sum() -> None:

@@ -212,9 +212,10 @@ def check(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     for name in variant or ():
-        if name not in conformance.VARIANTS:
-            known = ", ".join(conformance.VARIANTS)
-            raise typer.BadParameter(f"{name!r} is not one of {known}", param_hint="--variant")
+        if name not in (known := conformance.FOREIGN if against else conformance.VARIANTS):
+            raise typer.BadParameter(
+                f"{name!r} is not one of {', '.join(known)}", param_hint="--variant"
+            )
     operator, told = _operator(against, device) if against else (None, {})
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task(f"{shapes} on {device}", total=total)
