@@ -48,14 +48,18 @@ def test_a_page_beyond_2_31_bytes(device: str, page_stride: int, page: int) -> N
 
 @pytest.mark.parametrize("card", ["interpreter", "unknown", "nvidia-hopper"])
 @pytest.mark.parametrize("tile", [Launch(1, 1), Launch(8, 1), Launch(1, 4)])
-def test_the_last_program_of_a_huge_launch(card: str, tile: Launch) -> None:
-    """65544 x 64: q alone is 4 GiB, which is reserved and never touched but for the last rows."""
+@pytest.mark.parametrize("head_major", [False, True])
+def test_the_last_program_of_a_huge_launch(card: str, tile: Launch, head_major: bool) -> None:
+    """66600 x 64: q alone is 4 GiB, which is reserved and never touched but for the last rows."""
     if not interpreting():
         pytest.skip("runs one program of a grid, which only the interpreter can")
     from dsv4_prologue.verify.interpreter import only_program
 
-    num_tokens, num_heads = 65544, 64
-    q = torch.empty(num_tokens, num_heads, 512, dtype=torch.bfloat16)
+    num_tokens, num_heads = 66600, 64
+    if head_major:
+        q = torch.empty(num_heads, num_tokens, 512, dtype=torch.bfloat16).transpose(0, 1)
+    else:
+        q = torch.empty(num_tokens, num_heads, 512, dtype=torch.bfloat16)
     tokens, heads = tile.tokens_per_tile, tile.heads_per_tile
     q[-tokens:, -heads:] = torch.randn(tokens, heads, 512).to(torch.bfloat16)
     before = q[-tokens:, -heads:].clone()
@@ -68,6 +72,36 @@ def test_the_last_program_of_a_huge_launch(card: str, tile: Launch) -> None:
     assert want is not None
     distance = q[-tokens:, -heads:].view(torch.int16).int() - want.view(torch.int16).int()
     assert distance.abs().max() <= 1
+
+
+@pytest.mark.parametrize("tile", [Launch(1, 1), Launch(1, 4, kv_tokens_per_tile=4)])
+def test_the_last_rows_of_a_huge_kv(tile: Launch) -> None:
+    """2**22 + 8 rows of 512: the last ones lie past 2**31 elements, in kv and read back."""
+    if not interpreting():
+        pytest.skip("runs one program of a grid, which only the interpreter can")
+    from dsv4_prologue.launch import GATHER_ROWS
+    from dsv4_prologue.verify.interpreter import only_program
+
+    num_tokens, last = 2**22 + 8, tile.kv_tokens_per_tile
+    kv = torch.empty(num_tokens, 512, dtype=torch.bfloat16)
+    kv[-last:] = torch.randn(last, 512).to(torch.bfloat16)
+    slots = torch.full((num_tokens,), -1)
+    slots[-last:] = torch.arange(last) + 9
+    positions = torch.zeros(num_tokens, dtype=torch.int64)
+    positions[-last:] = torch.arange(last) + 7
+    table, cache = rope_table(64, dtype=torch.float32), torch.zeros(1, 64 * 584, dtype=torch.uint8)
+    _, want = reference.prologue(
+        None, kv[-last:], cache, slots[-last:], positions[-last:], table
+    )  # fmt: skip
+    with use_card("unknown"), use_launch(tile), only_program(tile.kv_programs(num_tokens) - 1):
+        dsv4_prologue.prologue(None, kv, cache, slots, positions, table)
+    assert want is not None
+    assert torch.equal(cache, want)
+    out = torch.empty(num_tokens, 512, dtype=torch.bfloat16)
+    with use_card("unknown"), only_program(num_tokens // GATHER_ROWS - 1):
+        dsv4_prologue.gather_dequantize(cache, slots, out=out)
+    rows = reference.gather_dequantize(want, slots[-last:])
+    assert torch.equal(out[-last:], rows)
 
 
 def test_a_tiny_q_with_a_huge_row_stride(device: str) -> None:
