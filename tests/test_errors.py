@@ -50,6 +50,11 @@ def overlapping_rows(q: torch.Tensor) -> torch.Tensor:
     return flat.as_strided((N, H, 512), (256, 512, 1))
 
 
+def room(q: torch.Tensor) -> torch.Tensor:
+    """Room for 40 rows of a Q, to lay tensors out in."""
+    return torch.full((40 * 512,), 0.5, dtype=q.dtype, device=q.device)
+
+
 def shifted_onto(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A q, and a q_out one row behind it in the same memory."""
     flat = torch.full((N * H + 1, 512), 0.5, dtype=q.dtype, device=q.device)
@@ -343,6 +348,79 @@ ROWS: list[tuple[str, Change, type[Exception], str, str, str]] = [
         "overlaps kv",
     ),
     (
+        "q_out's tokens share bytes",
+        lambda a: {"q_out": room(a["q"]).as_strided((N, H, 512), (1280, 512, 1))},
+        ValueError,
+        "q_out",
+        "rows that do not overlap",
+        "[1280, 512, 1]",
+    ),
+    (
+        "q_out's heads share bytes",
+        lambda a: {"q_out": room(a["q"]).as_strided((N, H, 512), (512, 2304, 1))},
+        ValueError,
+        "q_out",
+        "rows that do not overlap",
+        "[512, 2304, 1]",
+    ),
+    (
+        "q_out at q with its heads apart",
+        lambda a: {
+            "q": (flat := room(a["q"])).as_strided((N, H, 512), (4096, 512, 1)),
+            "q_out": flat.as_strided((N, H, 512), (4096, 1024, 1)),
+        },
+        ValueError,
+        "q_out",
+        "q itself",
+        "overlaps q otherwise",
+    ),
+    (
+        "q_out overlaps q's last row",
+        lambda a: {
+            "q": (rows := room(a["q"]).view(-1, 512))[: N * H].view(N, H, 512),
+            "q_out": rows[N * H - 1 : 2 * N * H - 1].view(N, H, 512),
+        },
+        ValueError,
+        "q_out",
+        "q itself",
+        "overlaps q otherwise",
+    ),
+    (
+        "q_out overlaps kv's last row",
+        lambda a: {
+            "kv": (rows := room(a["q"]).view(-1, 512))[:N],
+            "q_out": rows[N - 1 : N - 1 + N * H].view(N, H, 512),
+        },
+        ValueError,
+        "q_out",
+        "no byte of kv",
+        "overlaps kv",
+    ),
+    (
+        "block size too large",
+        lambda _: {"cache_block_size": 2**31},
+        ValueError,
+        "cache_block_size",
+        "1 to",
+        str(2**31),
+    ),
+    (
+        "weight strided",
+        lambda a: {"kv_norm_weight": a["q"].view(-1)[:1024:2]},
+        ValueError,
+        "kv_norm_weight",
+        "contiguous",
+        "stride 2",
+    ),
+    (
+        "table strided",
+        lambda a: {"cos_sin_cache": a["cos_sin_cache"].repeat(1, 2)[:, ::2]},
+        ValueError,
+        "cos_sin_cache",
+        "contiguous",
+        "stride 2",
+    ),
+    (
         "weight float16",
         lambda a: {"kv_norm_weight": a["kv"][0].half()},
         TypeError,
@@ -495,6 +573,32 @@ def test_error_names_argument_expected_and_got_and_writes_nothing(
         assert torch.equal(raw(tensors[key]), raw(value)), key
 
 
+def test_a_call_on_meta_tensors_is_checked_and_computes_nothing() -> None:
+    """In every form; addresses are all 0 there, and nothing can be looked up."""
+    arguments = {
+        k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in good("cpu").items()
+    }
+    for q_out in (None, arguments["q"], arguments["q_out"]):
+        result = dsv4_prologue.prologue(**arguments | {"q_out": q_out, "check_bounds": True})
+        assert result is not None
+        assert (result.is_meta, list(result.shape)) == (True, [N, H, 512])
+        assert q_out is None or result is q_out
+    wide = torch.empty(2**29 + 1, PAYLOAD, dtype=torch.uint8, device="meta")
+    with pytest.raises(ValueError, match="k_cache: expected at most 2147483647 slots"):
+        dsv4_prologue.prologue(**arguments | {"k_cache": wide})
+
+
+def test_the_engines_name_wants_a_q(device: str) -> None:
+    *inputs, block_size, _ = good(device).values()
+    with pytest.raises(TypeError, match="q: expected a bfloat16 tensor, got NoneType"):
+        dsv4_prologue.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
+            None,  # type: ignore[arg-type]
+            *inputs[1:],
+            1e-6,
+            block_size,
+        )
+
+
 @pytest.mark.parametrize("name", ["q_norm", "q_rope", "check_bounds"])
 def test_a_flag_is_a_bool(device: str, name: str) -> None:
     with pytest.raises(TypeError, match=f"{name}: expected a bool, got str"):
@@ -624,6 +728,22 @@ def gather_good(device: str) -> dict[str, Any]:
             "out",
             "contiguous",
             "[512, 1024, 1]",
+        ),
+        (lambda a: {"slots": a["slots"].to_sparse()}, TypeError, "slots", "strided", "sparse"),
+        (lambda a: {"out": a["out"].to("meta")}, ValueError, "out", "a tensor on", "meta"),
+        (
+            lambda a: {"out": a["k_cache"].view(-1)[:4096].view(torch.bfloat16).view(2, 2, 512)},
+            ValueError,
+            "out",
+            "no byte of k_cache",
+            "overlaps k_cache",
+        ),
+        (
+            lambda a: {"slots": a["out"].view(torch.int64).flatten()[:4].view(2, 2)},
+            ValueError,
+            "out",
+            "no byte of slots",
+            "overlaps slots",
         ),
         (lambda a: {"cache_format": "bf16"}, ValueError, "cache_format", "'fp8_ds_mla'", "'bf16'"),
     ],

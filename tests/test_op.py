@@ -18,6 +18,10 @@ from dsv4_prologue.verify.compare import compare
 from dsv4_prologue.verify.inputs import Case, Variant, build_case, canary_violations
 
 
+def bits(rows: torch.Tensor) -> torch.Tensor:
+    return rows.view(torch.int16)
+
+
 def check(case: Case, operator: Any = dsv4_prologue.prologue) -> None:
     """Run one call and hold it to the contract: bytes, limits, canaries, inputs."""
     # The oracle first: what is called in place changes its input.
@@ -277,6 +281,32 @@ def test_reading_back(device: str, index_dtype: torch.dtype, page: dict[str, int
     assert nan[(slots < 0) | (slots >= capacity)].all()
     assert torch.equal(got.isnan(), nan)
     assert torch.equal(got.view(torch.int16)[~nan], want.view(torch.int16)[~nan])
+
+
+@pytest.mark.parametrize("form", ["column", "expanded", "every other", "int32 column"])
+def test_reading_strided_slots(device: str, form: str) -> None:
+    """Of one dim, too, where a reshape is a view that keeps its stride."""
+    cache = torch.zeros(4, 64 * 584, dtype=torch.uint8, device=device)
+    generator = torch.Generator().manual_seed(6)
+    cache.copy_(torch.randint(0, 127, cache.shape, generator=generator).to(torch.uint8))
+    table = torch.tensor([[5, 40], [6, 141], [7, 42], [8, 243]], device=device)
+    slots = {
+        "column": table[:, 1],
+        "expanded": table[0, :1].expand(7),
+        "every other": table.flatten()[::2],
+        "int32 column": table.int()[:, 1],
+    }[form]
+    assert not slots.is_contiguous()
+    want = dsv4_prologue.gather_dequantize(cache, slots.contiguous())
+    assert torch.equal(bits(dsv4_prologue.gather_dequantize(cache, slots)), bits(want))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["new", "kv norm f32"])
+def test_autocast_changes_nothing(device: str, dtype: torch.dtype, name: str) -> None:
+    case = build_case(33, 3, VARIANTS[name], device=device)
+    with torch.autocast(device, dtype=dtype):
+        check(case)
 
 
 def test_reading_nothing(device: str) -> None:

@@ -357,10 +357,10 @@ def test_below_a_floor_only_the_default_launch_may_be_planned(
     card = get_card("mthreads-s5000")
     device = torch.device("meta")  # anything but the CPU, where there is no toolchain to look at
     with use_card(card.name):
-        assert selection.launches_for(device) == (DEFAULT_LAUNCH,)
+        assert selection.planned_launches(device) == (DEFAULT_LAUNCH,)
         assert plan_for(device, 32768, 64).launch == DEFAULT_LAUNCH
         monkeypatch.setattr(selection, "at_hand", lambda _: Floor(met=True, reason="it does"))
-        assert selection.launches_for(device) == card.launches
+        assert selection.planned_launches(device) == card.launches
         assert plan_for(device, 32768, 64).launch in card.launches[1:]
 
 

@@ -369,6 +369,7 @@ def check_prologue(  # noqa: PLR0912, PLR0915 (the whole contract, written out f
     if not isinstance(rows, Tensor):
         _kind("q" if q is not None else "kv", "a bfloat16 tensor", type(rows).__name__)
     device, where, grad = rows.device, rows.get_device(), torch.is_grad_enabled()
+    addresses = addresses and not rows.is_meta
 
     num_heads = heads_out = num_slots = capacity = kv_stride = page_stride = 0
     q_strides: tuple[int, ...] = ()
@@ -509,13 +510,34 @@ def check_gather(
     if not isinstance(k_cache, Tensor):
         _kind("k_cache", "a uint8 tensor", type(k_cache).__name__)
     device, where = k_cache.device, k_cache.get_device()
+    addresses = addresses and not k_cache.is_meta
     capacity, _ = check_cache(k_cache, cache_block_size, device, where, addresses)
     _check_tensor("slots", slots, INDEX_DTYPES, device)
+    if slots.layout is not torch.strided:
+        _kind("slots", "a strided tensor", _form(slots))
     if out is not None:
         _check_tensor("out", out, _BF16, device)
         shape = [*slots.shape, HEAD_DIM]
         if list(out.shape) != shape:
             _value("out", f"shape {shape}", list(out.shape))
+        if out.layout is not torch.strided:
+            _kind("out", "a strided tensor", _form(out))
         if not out.is_contiguous():
             _value("out", "a contiguous tensor", f"strides {list(out.stride())}")
+        for name, read in (("k_cache", k_cache), ("slots", slots)):
+            if addresses and _spans_meet(out, read):
+                _value("out", f"no byte of {name}, which is only read", f"one that overlaps {name}")
     return capacity
+
+
+def _spans_meet(a: Tensor, b: Tensor) -> bool:
+    """Whether the bytes from a tensor's first to its last reach into those of another."""
+    if not a.numel() or not b.numel():
+        return False
+
+    def ends(t: Tensor) -> tuple[int, int]:
+        last = sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))
+        return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+
+    (first, end), (first_b, end_b) = ends(a), ends(b)
+    return first < end_b and first_b < end

@@ -137,7 +137,8 @@ def run_prologue(
         q, q_out, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, kv_norm_weight
     )
     if plan.kernel == "torch":
-        with torch.inference_mode():  # as a kernel, it may change an inference tensor anywhere
+        # As a kernel: it may change an inference tensor anywhere, and autocast does not reach it.
+        with torch.inference_mode(), _no_autocast(position_ids.device):
             _compose(layout, operands, eps, cache_block_size, q_norm, q_rope)
         return
     num_slots, heads_out, launch = layout.num_slots, layout.num_heads_out, plan.launch
@@ -323,6 +324,12 @@ def _launch_in_chunks(
         count = -(-min(chunk, programs - first) // multiple) * multiple
         part = {**arguments, "first_program": first, "num_programs": programs}
         _launch(plan.kernel, count, part, options, device)
+
+
+def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    if not torch.amp.is_autocast_available(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def _compose(

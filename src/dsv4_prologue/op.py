@@ -22,7 +22,7 @@ from dsv4_prologue.contract import (
     check_in_bounds,
     check_prologue,
 )
-from dsv4_prologue.selection import NOTHING, asked, launches_for, plan_for, use_launch
+from dsv4_prologue.selection import NOTHING, asked, plan_for, planned_launches, use_launch
 
 _OPTIONS = (
     "float eps=1e-6, int cache_block_size=64, int? num_heads_out=None, bool q_norm=True, "
@@ -143,7 +143,7 @@ def _run(
         fp8_format,
     )
     check_flags(q_norm=q_norm, q_rope=q_rope, check_bounds=check_bounds)
-    if check_bounds:
+    if check_bounds and not position_ids.is_meta:
         check_in_bounds(slot_mapping, layout.capacity, position_ids, cos_sin_cache.shape[0])
     if q is not None and q_out is None:
         q_out = _new_q_out(q, layout)
@@ -307,6 +307,8 @@ def _fused(
     eps: float,
     cache_block_size: int,
 ) -> None:
+    if q is None:
+        raise TypeError("q: expected a bfloat16 tensor, got NoneType")
     _run(
         q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, q, eps, cache_block_size
     )  # fmt: skip
@@ -323,7 +325,7 @@ def _gather(k_cache: Tensor, slots: Tensor, out: Tensor | None, **options: Any) 
     launch.run_gather(
         plan,
         k_cache,
-        slots.reshape(-1),
+        slots.reshape(-1).contiguous(),  # reshape alone leaves one dim as it is strided
         out.view(-1, HEAD_DIM),
         cache_block_size=block_size,
         capacity=capacity,
@@ -488,7 +490,7 @@ def warmup(
     weight = None
     if kv_norm_dtype is not None:
         weight = torch.ones(HEAD_DIM, dtype=kv_norm_dtype, device=where)
-    for one in launches_for(where):
+    for one in planned_launches(where):
         with use_launch(one):
             prologue(
                 None if kv_only else q,

@@ -49,10 +49,12 @@ class Launch:
     kv_tokens_per_tile: int = 0
 
     def __post_init__(self) -> None:
-        if not self.kv_tokens_per_tile:
+        if self.kv_tokens_per_tile == 0:
             object.__setattr__(self, "kv_tokens_per_tile", self.tokens_per_tile)
         for name in SIZES:
             value = getattr(self, name)
+            if type(value) is not int:
+                raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
             if value < 1 or value & (value - 1):
                 raise ValueError(f"{name}: expected a power of two, got {value}")
         if self.dependent not in DEPENDENT:

@@ -69,7 +69,12 @@ def use_card(name: str) -> Iterator[Card]:
 
 @contextlib.contextmanager
 def use_launch(launch: Launch) -> Iterator[Launch]:
-    """Use this launch within the block, whatever the card says. For tests and the tuner."""
+    """Use this launch within the block, whatever the card says. For tests and the tuner.
+
+    Raises TypeError for what is no Launch.
+    """
+    if not isinstance(launch, Launch):
+        raise TypeError(f"launch: expected a Launch, got {type(launch).__name__}")
     with asked_for(launch=launch):
         yield launch
 
@@ -129,7 +134,7 @@ def _floor(card: Card, device: torch.device) -> Floor | None:
     return at_hand(card.toolchain)
 
 
-def launches_for(device: torch.device) -> tuple[Launch, ...]:
+def planned_launches(device: torch.device) -> tuple[Launch, ...]:
     """Every launch that calls on this device may be planned; below a floor only the default."""
     card, _ = select(device)
     floor = _floor(card, device)
