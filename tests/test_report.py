@@ -466,6 +466,29 @@ def test_a_report_is_written_once(house: Path, run: Callable[..., tuple[int, str
     assert files(house) == before
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("x.jsonl", b"[1]\n"),
+        ("x.jsonl", b"prose\n"),
+        ("x.jsonl.gz", b"no gzip"),
+        ("x.jsonl", b'{"record": "check"}\n'),
+    ],
+)
+def test_what_is_no_record_is_named_and_nothing_is_written(
+    house: Path, run: Callable[..., tuple[int, str]], name: str, content: bytes
+) -> None:
+    before = files(house)
+    (house / "results" / name).write_bytes(content)
+    code, said = run()
+    assert code == 2
+    assert name in said
+    assert "--results" in said
+    (house / "results" / name).unlink()
+    assert run("--results", str(house / "elsewhere"))[0] == 2
+    assert files(house) == before
+
+
 def test_check_tells_what_would_change_and_changes_nothing(
     house: Path, run: Callable[..., tuple[int, str]]
 ) -> None:

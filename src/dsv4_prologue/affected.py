@@ -104,5 +104,6 @@ def changed_since(revision: str) -> list[str]:
         return done.stdout.splitlines()
 
     top = git("rev-parse", "--show-toplevel")[0]
+    (commit,) = git("rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
     new = git("-C", top, "ls-files", "--others", "--exclude-standard")
-    return git("-C", top, "diff", "--name-only", revision, "--") + new
+    return git("-C", top, "diff", "--name-only", commit, "--") + new

@@ -24,6 +24,7 @@ from dsv4_prologue.cards import card_names
 from dsv4_prologue.measure.commands import bench, tune
 from dsv4_prologue.measure.report import report
 from dsv4_prologue.options import (
+    MAX_SEED,
     DeviceOption,
     JsonOption,
     RecordOption,
@@ -171,7 +172,7 @@ def check(
         list[str] | None,
         typer.Option(help="A form of call, may be given again; without it, each that fits."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the inputs.")] = 0,
     against: Annotated[
         str | None,
         typer.Option(
@@ -196,14 +197,14 @@ def check(
 
     device = present_device(device)
     if (
-        device == "cpu"
+        torch.device(device).type == "cpu"
         and not interpreting()
         and select(torch.device(device)).card.kernel != "torch"
     ):
         raise typer.BadParameter(
             "a kernel card on CPU tensors needs TRITON_INTERPRET=1", param_hint=CARD_VARIABLE
         )
-    shapes = shapes or ("quick" if device == "cpu" else "all")
+    shapes = shapes or ("quick" if torch.device(device).type == "cpu" else "all")
     try:
         total = sum(
             len(variant or conformance.variants_for(*shape, foreign=bool(against)))
@@ -373,7 +374,10 @@ def demo(
     from dsv4_prologue import demo as demonstration
 
     if file is not None:
-        text = file.read_text(encoding="utf-8")
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise typer.BadParameter(f"{file} is no text: {error}", param_hint="--file") from error
     raise typer.Exit(demonstration.run(text=text, device=present_device(device), as_json=as_json))
 
 

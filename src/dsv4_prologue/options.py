@@ -10,6 +10,7 @@ import typer
 
 from dsv4_prologue.selection import default_device
 
+MAX_SEED = 2**63 - 1  # what torch's generators take
 INSTALLING = "the README says how, under Installing"
 
 

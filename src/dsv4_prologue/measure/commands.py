@@ -22,6 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from dsv4_prologue.options import (
+    MAX_SEED,
     DeviceOption,
     JsonOption,
     RecordOption,
@@ -52,7 +53,10 @@ ModeOption = Annotated[
 SecondsOption = Annotated[
     float, typer.Option(min=0.01, help="Time for the rounds of a shape in a mode, at most.")
 ]
-SeedOption = Annotated[int, typer.Option(help="Of the inputs, and of the order of the rounds.")]
+SeedOption = Annotated[
+    int,
+    typer.Option(min=0, max=MAX_SEED, help="Of the inputs, and of the order of the rounds."),
+]
 
 
 def bench(
@@ -102,6 +106,8 @@ def bench(
         options = _options(shapes, mode, device, seconds, seed)
         options = replace(options, against=_words(against), forms=_words(form))
         file = Path(compare) if compare is not None and Path(compare).is_file() else None
+        if file is not None:
+            _check_records(file)
         if compare is None or file is not None:
             kept = record if file is None else None
             whole = _watched(lambda told: run(options, records, told), records, kept, device)
@@ -155,7 +161,7 @@ def tune(
     evidence = str(record) if record is not None and not record.is_absolute() else "not recorded"
     with _usage_errors():
         options = _options(shapes, mode, device, seconds, seed)
-        numbers = [int(one) for one in _words(stages)]
+        numbers = _numbers("stages", stages)
 
         def work(watcher: Watcher) -> None:
             tuner = Tuner(options, records, watcher, stages=numbers, evidence=evidence)
@@ -181,6 +187,16 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(one.strip() for one in text.split(",") if one.strip())
 
 
+def _numbers(name: str, text: str) -> list[int]:
+    """Whole numbers joined by commas."""
+    try:
+        return [int(one) for one in _words(text)]
+    except ValueError:
+        raise typer.BadParameter(
+            f"{name}: expected numbers, joined by commas, got {text!r}"
+        ) from None
+
+
 def _options(shapes: str | None, mode: str, device: str, seconds: float, seed: int) -> Options:
     from dsv4_prologue.measure.bench import Options, parse_shapes
 
@@ -188,6 +204,16 @@ def _options(shapes: str | None, mode: str, device: str, seconds: float, seed: i
     return Options(
         device, sizes, cast("tuple[Mode, ...]", _words(mode)), seconds=seconds, seed=seed
     )
+
+
+def _check_records(file: Path) -> None:
+    """Refuse what is no file of records, before anything is measured."""
+    from dsv4_prologue.measure.record import read
+
+    try:
+        read(file)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--compare") from error
 
 
 @contextlib.contextmanager

@@ -100,7 +100,7 @@ class Evidence:
         """Read every record below a folder. Raises ValueError for a file that holds others."""
         files = sorted([*folder.rglob("*.jsonl"), *folder.rglob("*.jsonl.gz")])
         found = [{**record, "file": file.name} for file in files for record in read(file)]
-        usable = [one for one in found if one["run"]["schema_version"] == SCHEMA_VERSION]
+        usable = [one for one in found if one["run"].get("schema_version") == SCHEMA_VERSION]
         return cls(sorted(usable, key=lambda one: one["run"]["date"]))
 
     @cached_property

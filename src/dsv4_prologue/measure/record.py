@@ -189,25 +189,40 @@ def check_appendable(path: Path | str) -> None:
     if path.exists() and path.stat().st_size:
         try:
             read(path)
-        except (ValueError, AttributeError) as error:  # no JSON, or no objects
-            raise ValueError(f"{path}: expected a file of records, or none: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"expected a file of records, or none: {error}") from error
+    there = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise ValueError(
+            f"{path}: expected a file that can be written: {error.strerror}"
+        ) from error
+    if not there:
+        path.unlink()
 
 
 def read(path: Path | str) -> list[dict[str, Any]]:
     """The records of a file (gzipped or not), each with its run under `run`.
 
-    Raises ValueError for a record without a run.
+    Raises ValueError for what is no record, and for a record without a run.
     """
     run: dict[str, Any] | None = None
     found = []
     packed = Path(path).read_bytes()
-    text = (gzip.decompress(packed) if Path(path).suffix == ".gz" else packed).decode()
-    for line in text.splitlines():
-        one = json.loads(line)
+    try:
+        text = (gzip.decompress(packed) if Path(path).suffix == ".gz" else packed).decode()
+        lines = [json.loads(line) for line in text.splitlines()]
+    except (ValueError, OSError, EOFError) as error:  # no JSON; no gzip, or its half
+        raise ValueError(f"{path}: {error}") from error
+    for one in lines:
+        if not isinstance(one, dict):
+            raise ValueError(f"{path}: expected a record, got {str(one)[:80]}")
         if one.get("record") == "run":
             run = one
         elif run is None:
-            raise ValueError(f"{path}: expected a run before the first record, got {line[:80]}")
+            raise ValueError(f"{path}: expected a run before the first record, got {str(one)[:80]}")
         else:
             found.append({**one, "run": run})
     return found

@@ -116,8 +116,14 @@ def report(
         typer.echo(
             f"charts are {'not compared' if check else 'left as they are'}: {left}", err=True
         )
+    folder = results or root / "results"
+    if not folder.is_dir():  # and no table to be emptied for that
+        raise typer.BadParameter(f"there is no folder {folder}", param_hint="--results")
     try:
-        evidence = Evidence.of(results or root / "results")
+        evidence = Evidence.of(folder)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--results") from error
+    try:
         found = changes(root, evidence, with_charts=not left)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--root") from error
