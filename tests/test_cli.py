@@ -229,6 +229,35 @@ def test_verify_does_not_hold_where_nothing_is_proved() -> None:
     assert "0 proved, 0 refused" in result.stdout
 
 
+@pytest.mark.parametrize("command", ["check", "verify"])
+def test_ctrl_c_leaves_what_was_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    pytest.importorskip("torch")
+    from dsv4_prologue.measure.record import read
+    from dsv4_prologue.verify import conformance, suite
+    from dsv4_prologue.verify.proof import Proof
+
+    def check_one(*arguments: Any, on_result: Any, **options: Any) -> None:
+        run_check(*arguments, on_result=on_result, **options)
+        raise KeyboardInterrupt
+
+    def prove_one(_: list[str], on_proof: Any) -> None:
+        on_proof(Proof("cpu", "launches", "proved", "a reason"))
+        raise KeyboardInterrupt
+
+    run_check = conformance.run_check
+    monkeypatch.setattr(conformance, "run_check", check_one)
+    monkeypatch.setattr(suite, "prove", prove_one)
+    file = tmp_path / "record.jsonl"
+    arguments = CHECK if command == "check" else ("verify", "--card", "cpu")
+    result = invoke(*arguments, "--record", str(file))
+    assert result.exit_code == 1
+    assert "broken off, with 1 of it done" in result.output
+    (stored,) = read(file)
+    assert stored["verdict"] in ("ok", "proved")
+
+
 @pytest.mark.parametrize("planted", [False, True])
 def test_check_of_somebody_else_s_operator(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, planted: bool

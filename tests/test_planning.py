@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -373,6 +374,20 @@ def test_a_device_without_an_index_is_the_current_one(monkeypatch: pytest.Monkey
     for index, name in names.items():
         module.current_device = partial(int, index)
         assert plan_for(torch.device("cuda"), 3, 5).card == name
+
+
+@pytest.mark.parametrize(("num_tokens", "num_heads"), [(-1, 1), (1, -1), (1.5, 2), ("a", 1)])
+def test_a_plan_is_of_whole_numbers(num_tokens: Any, num_heads: Any) -> None:
+    with pytest.raises(ValueError, match=r"num_(tokens|heads): expected a whole number from 0 on"):
+        explain(num_tokens, num_heads, card="nvidia-hopper")
+
+
+@pytest.mark.parametrize("value", [1.0, "1", True, None])
+def test_a_launch_is_of_ints(value: Any) -> None:
+    with pytest.raises(TypeError, match="tokens_per_tile: expected an int, got"):
+        Launch(tokens_per_tile=value)
+    with pytest.raises(TypeError, match="launch: expected a Launch, got"), use_launch(value):
+        pass
 
 
 def test_use_launch_gives_the_launch() -> None:

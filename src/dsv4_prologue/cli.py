@@ -11,7 +11,7 @@ import json
 import os
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.box import SIMPLE
@@ -35,9 +35,11 @@ from dsv4_prologue.selection import CARD_VARIABLE, default_device, explain, inte
 from dsv4_prologue.verify.proof import VERDICTS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from dsv4_prologue.verify.conformance import Operator
+
+One = TypeVar("One")
 
 app = typer.Typer(
     name="dsv4-prologue",
@@ -220,14 +222,17 @@ def check(
     operator, told = _operator(against, device) if against else (None, {})
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task(f"{shapes} on {device}", total=total)
-        records = conformance.run_check(
-            device,
-            shapes,
-            seed,
-            variants=variant,
-            operator=operator,
-            foreign=bool(against),
-            on_result=lambda _: progress.advance(task),
+        records, whole = _until_ctrl_c(
+            lambda seen: conformance.run_check(
+                device,
+                shapes,
+                seed,
+                variants=variant,
+                operator=operator,
+                foreign=bool(against),
+                on_result=seen,
+            ),
+            lambda: progress.advance(task),
         )
     records = [one | told for one in records]
     if record is not None:
@@ -237,7 +242,24 @@ def check(
     else:
         _print_records(records)
     verdicts = {seen["verdict"] for seen in records}
-    raise typer.Exit(0 if "ok" in verdicts and "differs" not in verdicts else 1)
+    raise typer.Exit(0 if whole and "ok" in verdicts and "differs" not in verdicts else 1)
+
+
+def _until_ctrl_c(
+    work: Callable[[Callable[[One], None]], list[One]], advance: Callable[[], object]
+) -> tuple[list[One], bool]:
+    """What work gives, or what it had told of when Ctrl-C ended it; and whether it was done."""
+    seen: list[One] = []
+
+    def tell(one: One) -> None:
+        seen.append(one)
+        advance()
+
+    try:
+        return work(tell), True
+    except KeyboardInterrupt:
+        typer.echo(f"broken off, with {len(seen)} of it done", err=True)
+        return seen, False
 
 
 def _operator(name: str, device: str) -> tuple[Operator, dict[str, Any]]:
@@ -313,7 +335,9 @@ def verify(
     names = list(card_names()) if card == "all" else [str(_known_card(card))]
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task(f"proving {card}", total=None)
-        proofs = prove(names, lambda _: progress.advance(task))
+        proofs, whole = _until_ctrl_c(
+            lambda seen: prove(names, seen), lambda: progress.advance(task)
+        )
     values = [proof.to_dict() for proof in proofs]
     if record is not None:
         proved = [
@@ -338,7 +362,8 @@ def verify(
         counts = Counter(proof.verdict for proof in proofs)
         typer.echo(", ".join(f"{counts[name]} {name}" for name in VERDICTS))
     verdicts = {proof.verdict for proof in proofs}
-    raise typer.Exit(0 if "proved" in verdicts and "refused" not in verdicts else 1)
+    holds = whole and "proved" in verdicts and "refused" not in verdicts
+    raise typer.Exit(0 if holds else 1)
 
 
 @app.command(name="affected")

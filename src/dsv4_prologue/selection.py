@@ -193,9 +193,12 @@ def explain(
 
     `toolchain` is a version of the named card's toolchain; without it a card that has a floor is
     taken to be at it, and the reason says so. Needs torch only if no card is named. Raises
-    ValueError for a name that is no card's, a version that is none, and a toolchain for a card
-    that has no floor.
+    ValueError for a count that is none, a name that is no card's, a version that is none, and a
+    toolchain for a card that has no floor.
     """
+    for name, count in (("num_tokens", num_tokens), ("num_heads", num_heads)):
+        if type(count) is not int or count < 0:
+            raise ValueError(f"{name}: expected a whole number from 0 on, got {count!r}")
     problem = Problem(num_tokens, num_heads)
     if card is None:
         if toolchain is not None:
