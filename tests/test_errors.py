@@ -469,6 +469,15 @@ ROWS: list[tuple[str, Change, type[Exception], str, str, str]] = [
         "inference only",
         "requires_grad",
     ),
+    ("layout kind", lambda _: {"q_layout": 1}, TypeError, "q_layout", "a str", "int"),
+    (
+        "format kind",
+        lambda _: {"cache_format": b"bf16"},
+        TypeError,
+        "cache_format",
+        "a str",
+        "bytes",
+    ),
     ("layout unknown", lambda _: {"q_layout": "rows"}, ValueError, "q_layout", "one of", "'rows'"),
     (
         "layout to come",

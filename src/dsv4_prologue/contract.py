@@ -237,6 +237,8 @@ def _check_formats(
         ("cache_format", cache_format, (*CACHE_FORMATS, None), "fp8_ds_mla"),
         ("fp8_format", fp8_format, (*FP8_FORMATS, None), "e4m3fn"),
     ):
+        if value is not None and not isinstance(value, str):
+            _kind(name, "a str", type(value).__name__)
         if value not in known:
             _value(name, f"one of {known}", repr(value))
         if value not in (here, None):
