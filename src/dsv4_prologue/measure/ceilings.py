@@ -31,8 +31,9 @@ COPY, CHANGE = "copy ", "rmw "
 CEILING_BYTES = 8 << 30
 #: How well a ceiling is known, by the 95 % interval of its median.
 CEILING_ERROR = 0.002
-#: On a CPU this many of its last-level caches: a copy of 8 GiB would take seconds.
-CPU_CACHES = 16
+#: On a CPU this many of its last-level caches, which may be 300 MiB and more: 8 GiB would take
+#: seconds a copy, and four caches are what the guard calls large.
+CPU_CACHES = 4
 
 #: The clocks are up when the medians of three windows in a row, of so many seconds each, differ by
 #: no more than this.
