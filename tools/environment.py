@@ -28,8 +28,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = ROOT / "pyproject.toml"
 CONSTRAINTS = ROOT / "constraints.txt"
-#: Distributions that carry torch or a Triton. What is installed of them is never touched.
+#: Tritons that a torch may bring.
 TRITONS = ("triton", "pytorch-triton", "pytorch-triton-rocm")
+#: Distributions that carry torch or a Triton: those of the Python at hand are never touched.
 HELD = ("torch", *TRITONS, "triton-ascend", "numpy")
 
 

@@ -198,15 +198,13 @@ def check(
     from dsv4_prologue.verify import conformance
 
     device = present_device(device)
-    if (
-        torch.device(device).type == "cpu"
-        and not interpreting()
-        and select(torch.device(device)).card.kernel != "torch"
-    ):
+    where = torch.device(device)
+    on_cpu = where.type == "cpu"
+    if on_cpu and not interpreting() and select(where).card.kernel != "torch":
         raise typer.BadParameter(
             "a kernel card on CPU tensors needs TRITON_INTERPRET=1", param_hint=CARD_VARIABLE
         )
-    shapes = shapes or ("quick" if torch.device(device).type == "cpu" else "all")
+    shapes = shapes or ("quick" if on_cpu else "all")
     try:
         total = sum(
             len(variant or conformance.variants_for(*shape, foreign=bool(against)))

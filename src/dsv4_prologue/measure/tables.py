@@ -148,25 +148,29 @@ def verify_card(evidence: Evidence, card: Card) -> str:
 # ------------------------------------------------------------------------------------- checks
 
 
+def _check_row(name: str, place: Place, checks: Sequence[Record], newest: Record) -> list[str]:
+    """Verdicts counted, what differed in all that ran, and the run of the newest record."""
+    counts = Counter(one["verdict"] for one in checks)
+    ran = [one for one in checks if "max_ulp" in one]
+    return [
+        name,
+        place.device,
+        *(str(counts[verdict]) for verdict in ("ok", "differs", "not verified")),
+        str(sum(one["bytes_differing"] for one in ran)) if ran else "",
+        str(max(one["max_ulp"] for one in ran)) if ran else "",
+        f"{newest['run']['date'][:10]}, {newest['run']['commit'][:10]}",
+    ]
+
+
 def check(evidence: Evidence, card: Card | None = None) -> str:
     """A row a card and device: how many cases agree with the oracle, and how nearly."""
     rows, reasons = [], []
     for place, cases in sorted(evidence.checks().items()):
         if card is not None and card.name != place.card:
             continue
-        counts = Counter(one["verdict"] for one in cases)
-        ran = [one for one in cases if "max_ulp" in one]
         newest = max(cases, key=lambda one: str(one["run"]["date"]))
-        rows.append(
-            [
-                _marked(place.card + " (named)" * place.forced, evidence.stale(newest)),
-                place.device,
-                *(str(counts[verdict]) for verdict in ("ok", "differs", "not verified")),
-                str(sum(one["bytes_differing"] for one in ran)) if ran else "",
-                str(max(one["max_ulp"] for one in ran)) if ran else "",
-                f"{newest['run']['date'][:10]}, {newest['run']['commit'][:10]}",
-            ]
-        )
+        name = _marked(place.card + " (named)" * place.forced, evidence.stale(newest))
+        rows.append(_check_row(name, place, cases, newest))
         reasons += [
             f"{place.card} on {place.device}, {size((one['num_tokens'], one['num_heads']))}, "
             f"{one['variant']}: **differs**: {one['reason']}"
@@ -193,18 +197,9 @@ def _checked_before_timing(evidence: Evidence, card: Card | None) -> Iterator[li
         }
         if not today or (card is not None and card.name != place.card):
             continue
-        checks = [one["check"] for one in today.values()]
-        counts = Counter(one["verdict"] for one in checks)
-        ran = [one for one in checks if "max_ulp" in one]
         newest = max(today.values(), key=lambda one: str(one["run"]["date"]))
-        yield [
-            place.card + " (named)" * place.forced + ", calls that `bench` timed",
-            place.device,
-            *(str(counts[verdict]) for verdict in ("ok", "differs", "not verified")),
-            str(sum(one["bytes_differing"] for one in ran)) if ran else "",
-            str(max(one["max_ulp"] for one in ran)) if ran else "",
-            f"{newest['run']['date'][:10]}, {newest['run']['commit'][:10]}",
-        ]
+        name = place.card + " (named)" * place.forced + ", calls that `bench` timed"
+        yield _check_row(name, place, [one["check"] for one in today.values()], newest)
 
 
 # --------------------------------------------------------------------------------- benchmarks
