@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +19,11 @@ pytestmark = [
     pytest.mark.skipif(direct._Guard is None, reason="this torch's guard is not known to us"),
 ]
 
-KERNEL = direct.Kernel(0, lambda *_: None, (), (), None, None, None, None, None)
 OPTIONS = (1e-6, (4, None), True)
+ALIASING = (5 * 3 * 1024, 5 * 3 * 1024, 5 * 1024, True)
+OUT = ((5, 3, 512), (1536, 512, 1))
+HEAD, COUNTS, REST = ("function", None), (1, 2), (40, 8)
+STREAM, PROGRAMS = 1234, 7
 Started = list[tuple[int, ...]]
 
 
@@ -39,24 +44,36 @@ def repeat(call: dict[str, Any], options: tuple[Any, ...] = OPTIONS) -> bool:
     return direct.repeat(tuple(inputs), q_out, options) is not None
 
 
+def keep(
+    tensors: list[torch.Tensor],
+    form: int = direct.IN_PLACE,
+    options: tuple[Any, ...] = OPTIONS,
+    key: tuple[str, ...] = ("key",),
+) -> None:
+    direct.remember_call(tuple(tensors), form, options, ALIASING, OUT, key, PROGRAMS, COUNTS)
+
+
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
-    """Launches that would have been started, after a call in place and one into a buffer."""
+    """The pointers of what was launched, after a call of each form was kept."""
     seen: Started = []
 
-    def start(_kernel: object, _programs: int, _fixed: object, *pointers: int) -> bool:
-        seen.append(pointers)
-        return True
+    def run(*given: Any) -> None:
+        assert given[:6] == (PROGRAMS, 1, 1, STREAM, *HEAD)
+        assert given[-4:] == (*COUNTS, *REST)
+        seen.append(given[6:-4])
 
-    monkeypatch.setattr(direct, "_start", start)
+    hooks = SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
+    kernel = direct.Kernel(0, run, HEAD, REST, hooks, None, [], None, [])
+    monkeypatch.setattr(direct, "_current_device", lambda: 0)
+    monkeypatch.setattr(direct, "_current_stream", lambda _: STREAM)
+    monkeypatch.setattr(direct, "_empty", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.setattr(direct, "_calls", [])
-    monkeypatch.setattr(direct, "_kernels", {("key",): KERNEL})
-    reach = 5 * 3 * 1024
+    monkeypatch.setattr(direct, "_kernels", {("key",): kernel})
     *inputs, q_out = good().values()
-    aliasing, shape = (reach, reach, 5 * 1024, True), (5, 3, 512)
-    for tensors, new in ((inputs, False), ([*inputs, q_out], False), (inputs, True)):
-        kept = (tuple(tensors), OPTIONS, aliasing, shape, new, ("key",), 7, (1, 2))
-        direct.remember_call(*kept)
+    keep(inputs, direct.IN_PLACE)
+    keep([*inputs, q_out], direct.BUFFER)
+    keep(inputs, direct.NEW)
     return seen
 
 
@@ -90,6 +107,7 @@ def test_a_new_output_is_made(started: Started) -> None:
     made = direct.repeat(tuple(inputs), None, OPTIONS)
     assert made is not None
     assert (list(made.shape), made.dtype) == ([5, 3, 512], torch.bfloat16)
+    assert made.stride() == (1536, 512, 1)
     assert started[0][1] == made.data_ptr()
 
 
@@ -144,6 +162,44 @@ def test_any_other_call_is_not(started: Started, name: str) -> None:
     assert not started
 
 
+@pytest.mark.parametrize("form", ["in place", "buffer", "new tensor"])
+def test_a_call_under_a_transform_is_not(started: Started, form: str) -> None:
+    call: dict[str, Any] = good()
+    call["q_out"] = {"in place": call["q"], "buffer": call["q_out"], "new tensor": None}[form]
+    seen: list[bool] = []
+
+    def within(x: torch.Tensor) -> torch.Tensor:
+        seen.append(repeat(call))
+        return x
+
+    torch.func.vmap(within)(torch.zeros(2))
+    assert (seen, started) == ([False], [])
+    assert repeat(call)
+
+
+CANNOT: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "another device": lambda patch: patch.setattr(direct, "_current_device", lambda: 1),
+    "a hook": lambda patch: patch.setattr(kept_kernel().runtime, "launch_enter_hook", print),
+    "a hook behind": lambda patch: patch.setattr(kept_kernel().runtime, "launch_exit_hook", print),
+    "hooked in": lambda _: kept_kernel().entered.append(print),
+    "hooked in behind": lambda _: kept_kernel().left.append(print),
+}
+
+
+def kept_kernel() -> direct.Kernel:
+    return direct._kernels[("key",)]
+
+
+@pytest.mark.parametrize("name", CANNOT)
+def test_where_triton_has_to_launch_nothing_is_repeated(
+    started: Started, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    CANNOT[name](monkeypatch)
+    assert not repeat(good())
+    assert not direct.launch(("key",), PROGRAMS, (0,) * 9, COUNTS)
+    assert not started
+
+
 @pytest.mark.parametrize(
     "options", [(1e-5, (4, None), True), (1e-6, (5, None), True), (1e-6, (4, 3), True), ()]
 )
@@ -156,7 +212,7 @@ def test_a_call_with_a_gradient_is_not_kept(started: Started) -> None:
     kept = len(direct._calls)
     *inputs, _ = good().values()
     inputs[0].requires_grad_()
-    direct.remember_call(tuple(inputs), OPTIONS, (0, 0, True), (), False, ("key",), 7, ())
+    keep(inputs)
     assert len(direct._calls) == kept
     assert not started
 
@@ -166,7 +222,7 @@ def test_a_call_is_kept_once(started: Started) -> None:
     kept = len(direct._calls)
     for _ in range(5):
         *inputs, _ = good().values()
-        direct.remember_call(tuple(inputs), OPTIONS, (0, 0, True), (), False, ("key",), 7, ())
+        keep(inputs)
     assert len(direct._calls) == kept
     assert not started
 
@@ -174,7 +230,7 @@ def test_a_call_is_kept_once(started: Started) -> None:
 def test_a_call_whose_kernel_is_not_known_is_not_kept(started: Started) -> None:
     kept = len(direct._calls)
     *inputs, _ = good().values()
-    direct.remember_call(tuple(inputs), OPTIONS, (0, 0, True), (), False, ("other",), 7, ())
+    keep(inputs, key=("other",))
     assert len(direct._calls) == kept
     assert not started
 
@@ -191,10 +247,37 @@ def test_both_functions_name_a_usual_call_alike(
     assert len(set(asked)) == 1
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"eps": 0},
+        {"cache_block_size": 4.0},
+        {"num_heads_out": 3.0},
+        {"q_norm": 1},
+        {"q_rope": 1},
+        {"check_bounds": 0},
+        {"kv_norm_weight": torch.ones(512)},
+    ],
+    ids=lambda option: next(iter(option)),
+)
+def test_a_call_whose_options_only_compare_equal_is_checked(
+    device: str, monkeypatch: pytest.MonkeyPatch, option: dict[str, Any]
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(direct, "repeat", lambda *call: asked.append(call))
+    call: dict[str, Any] = {name: tensor.to(device) for name, tensor in good().items()}
+    call |= {"slot_mapping": call["slot_mapping"] - 1, "cache_block_size": 4}
+    with contextlib.suppress(TypeError):
+        dsv4_prologue.prologue(**call | option)
+    assert not asked
+    dsv4_prologue.prologue(**call)
+    assert len(asked) == 1
+
+
 def test_few_calls_are_kept(started: Started) -> None:
     for n in range(40):
         *inputs, _ = good().values()
-        direct.remember_call(tuple(inputs), (n,), (0, 0, True), (), False, ("key",), 7, ())
+        keep(inputs, options=(n,))
     assert len(direct._calls) == direct._MAX_CALLS
     assert not started
 
@@ -204,14 +287,13 @@ def test_threads_keep_and_repeat_calls_side_by_side(started: Started) -> None:
     calls = [good() for _ in range(64)]
     free = direct._MAX_CALLS - len(direct._calls)
 
-    def keep(number: int) -> bool:
+    def keep_another(number: int) -> bool:
         *inputs, _ = good().values()
-        kept = (tuple(inputs), (number,), (0, 0, 0, True), (), False, ("key",), 7, ())
-        direct.remember_call(*kept)
+        keep(inputs, options=(number,))
         return True
 
     with ThreadPoolExecutor(8) as pool:
-        keeping = [pool.submit(keep, number) for number in range(free)]
+        keeping = [pool.submit(keep_another, number) for number in range(free)]
         repeating = [pool.submit(repeat, call) for call in calls]
         assert all(done.result() for done in (*keeping, *repeating))
     want = {(call["q"].data_ptr(), call["q_out"].data_ptr()) for call in calls}

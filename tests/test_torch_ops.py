@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsv4_prologue
-from dsv4_prologue import reference
+from dsv4_prologue import direct, reference
 from dsv4_prologue.verify.compare import compare
 from dsv4_prologue.verify.inputs import Variant, build_case
 
@@ -251,6 +251,34 @@ def test_make_fx_traces_one_operator(device: str) -> None:
     traced = make_fx(lambda *given: dsv4_prologue.prologue(*given, **options))(*inputs)
     called = [node.target for node in traced.graph.nodes if node.op == "call_function"]
     assert called == [ops.prologue.default]
+
+
+@pytest.mark.parametrize("drop_in", [True, False], ids=["drop-in", "prologue"])
+def test_no_call_is_repeated_under_a_mode(
+    device: str, monkeypatch: pytest.MonkeyPatch, drop_in: bool
+) -> None:
+    """Not even under a mode that the guard of `direct` does not see, as make_fx's."""
+    modes: list[int] = []
+    repeat = direct.repeat
+
+    def ask(*call: Any) -> Any:
+        modes.append(torch._C._len_torch_dispatch_stack())
+        return repeat(*call)
+
+    monkeypatch.setattr(direct, "repeat", ask)
+    inputs, options = split(tensors(device))
+
+    def call(*given: Any) -> None:
+        if drop_in:
+            dsv4_prologue.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(*given, 1e-6, 4)
+        else:
+            dsv4_prologue.prologue(*given, **options)
+
+    with Watch():
+        call(*inputs)
+    make_fx(call)(*inputs)
+    assert modes
+    assert not any(modes)
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,13 @@ _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 Key = tuple[Any, ...]
 _Guard: Any = None
+_empty: Any = None  # of sizes, strides and a dtype, on the current device: what torch.compile calls
 if ".".join(torch.__version__.split(".")[:2]) in _GUARD_VERSIONS:
     _Guard = torch._C._dynamo.guards.TensorGuards
+    _empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+
+#: What becomes of Q: a tensor made by the call, q itself, or the caller's buffer.
+NEW, IN_PLACE, BUFFER = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +63,15 @@ class Kernel:
 class _Call:
     """A call that was checked and launched."""
 
-    form: tuple[bool, int, tuple[Any, ...]]  # whether q_out is made, how many tensors, the options
+    form: int
+    options: tuple[Any, ...]
     same: Callable[..., bool]
-    #: Bytes that q, q_out and kv reach, and whether q and q_out may coincide.
-    aliasing: tuple[int, int, int, bool]
+    reach: int  # bytes from the first of q to behind its last
+    reach_out: int
+    reach_kv: int
+    may_coincide: bool  # q and q_out
     out_shape: tuple[int, ...]
+    out_strides: tuple[int, ...]
     programs: int
     kernel: Kernel
     fixed: tuple[Any, ...]  # the kernel's arguments behind its pointers
@@ -72,19 +81,16 @@ _kernels: dict[Key, Kernel] = {}
 _calls: list[_Call] = []  # the one kept last comes first
 
 
-def _start(kernel: Kernel, programs: int, fixed: tuple[Any, ...], *pointers: int) -> bool:
-    """Launch on the current stream; False where Triton has to."""
-    device, runtime = kernel.device, kernel.runtime
-    if (
+def _ready(kernel: Kernel) -> bool:
+    """Whether it can be launched here and now; where not, Triton has to."""
+    runtime = kernel.runtime
+    return not (
         kernel.entered
         or kernel.left
         or runtime.launch_enter_hook is not kernel.enter
         or runtime.launch_exit_hook is not kernel.leave
-        or _current_device() != device
-    ):
-        return False
-    kernel.run(programs, 1, 1, _current_stream(device), *kernel.head, *pointers, *fixed)
-    return True
+        or _current_device() != kernel.device
+    )
 
 
 def launch(key: Key, programs: int, pointers: tuple[int, ...], counts: tuple[Any, ...]) -> bool:
@@ -94,9 +100,11 @@ def launch(key: Key, programs: int, pointers: tuple[int, ...], counts: tuple[Any
     what follows them up to the strides.
     """
     kernel = _kernels.get(key)
-    return kernel is not None and _start(
-        kernel, programs, counts + kernel.strides_and_constants, *pointers
-    )
+    if kernel is None or not _ready(kernel):
+        return False
+    stream, fixed = _current_stream(kernel.device), kernel.strides_and_constants
+    kernel.run(programs, 1, 1, stream, *kernel.head, *pointers, *counts, *fixed)
+    return True
 
 
 def remember(key: Key, compiled: Any, arguments: Mapping[str, Any], fixed_from: str) -> None:
@@ -133,17 +141,17 @@ def remember(key: Key, compiled: Any, arguments: Mapping[str, Any], fixed_from: 
 
 def remember_call(
     tensors: tuple[Tensor, ...],
+    form: int,
     options: tuple[Any, ...],
     aliasing: tuple[int, int, int, bool],
-    out_shape: tuple[int, ...],
-    new: bool,
+    out: tuple[tuple[int, ...], tuple[int, ...]],
     key: Key,
     programs: int,
     counts: tuple[Any, ...],
 ) -> None:
     """Keep a call whose tensors were checked and whose kernel is kept under `key`.
 
-    `tensors` are the six inputs, and q_out unless it is q or was made by the call (`new`).
+    `tensors` are the six inputs, and q_out in a call of form BUFFER; `out` its sizes and strides.
     """
     kernel = _kernels.get(key)
     # The guard takes each tensor once, and knows a tensor by its object. It compares whether a
@@ -152,16 +160,16 @@ def remember_call(
         return
     if any(tensor.requires_grad for tensor in tensors):
         return
-    form = (new, len(tensors), options)  # the guard takes only as many tensors as it was made for
-    if any(call.form == form and call.same(*tensors) for call in _calls):
-        return  # kept, and not repeated for where its tensors lie
+    for call in _calls:
+        if (call.form, call.options) == (form, options) and call.same(*tensors):
+            return  # kept, and not repeated for where its tensors lie
     guard = _Guard(
         *tensors,
         dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
         dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
     )
     fixed = counts + kernel.strides_and_constants
-    kept = _Call(form, guard.check, aliasing, out_shape, programs, kernel, fixed)
+    kept = _Call(form, options, guard.check, *aliasing, *out, programs, kernel, fixed)
     _calls.insert(0, kept)
     del _calls[_MAX_CALLS:]
 
@@ -172,30 +180,39 @@ def repeat(
     """Make a call as one before it was made; return its q_out, or None if it has to be checked.
 
     `inputs` are q, kv, k_cache, slot_mapping, position_ids and cos_sin_cache; q_out may be q, or
-    None to have it made. Nothing is written unless q_out is returned.
+    None to have it made. Nothing is written unless q_out is returned. The guard also tells tensors
+    of a subclass, and calls under a transform; not every mode that looks at what is called.
     """
     q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache = inputs
-    new = q_out is None
-    tensors = inputs if new or q_out is q else (*inputs, q_out)
-    form = (new, len(tensors), options)
+    form = NEW if q_out is None else IN_PLACE if q_out is q else BUFFER
+    tensors = (*inputs, q_out) if form == BUFFER else inputs
     for call in _calls:
-        if call.form != form or not call.same(*tensors):
+        # The form first: a guard takes only as many tensors as it was made for.
+        if call.form != form or call.options != options or not call.same(*tensors):
             continue
-        if q_out is None:
-            q_out = q.new_empty(call.out_shape)
-        at, out_at = q.data_ptr(), q_out.data_ptr()
-        kv_at, cache_at = kv.data_ptr(), k_cache.data_ptr()
+        kernel = call.kernel
+        if not _ready(kernel):
+            return None
+        at, kv_at, cache_at = q.data_ptr(), kv.data_ptr(), k_cache.data_ptr()
         slots_at, positions_at = slot_mapping.data_ptr(), position_ids.data_ptr()
-        table_at = cos_sin_cache.data_ptr()
+        table_at, out_at = cos_sin_cache.data_ptr(), at
+        if form != IN_PLACE:
+            if q_out is None:
+                q_out = _empty(call.out_shape, call.out_strides, torch.bfloat16)
+            out_at = q_out.data_ptr()
+            apart = out_at >= at + call.reach or at >= out_at + call.reach_out
+            if not (apart or (at == out_at and call.may_coincide)):
+                return None
+        if not (out_at >= kv_at + call.reach_kv or kv_at >= out_at + call.reach_out):
+            return None
         if (at | out_at | kv_at | cache_at | slots_at | positions_at | table_at) % 16:
             return None
-        reach, reach_out, reach_kv, may_coincide = call.aliasing
-        apart = out_at >= at + reach or at >= out_at + reach_out
-        if not (apart or (at == out_at and may_coincide)):
-            return None
-        if not (out_at >= kv_at + reach_kv or kv_at >= out_at + reach_out):
-            return None
-        # The bf16 view of the cache lies where the cache does.
-        pointers = (at, out_at, kv_at, cache_at, cache_at, slots_at, positions_at, table_at, 0)
-        return q_out if _start(call.kernel, call.programs, call.fixed, *pointers) else None
+        stream = _current_stream(kernel.device)
+        # The bf16 view of the cache lies where the cache does; there is no weight.
+        kernel.run(
+            call.programs, 1, 1, stream, *kernel.head,
+            at, out_at, kv_at, cache_at, cache_at, slots_at, positions_at, table_at, 0,
+            *call.fixed,
+        )  # fmt: skip
+        return q_out
     return None

@@ -290,19 +290,19 @@ def _remember_call(
     """Keep a call that was just launched, for `direct.repeat`."""
     q, q_out, *others = operands[:-1]  # no weight: such a call is not repeated
     tensors: tuple[Any, ...] = (q, *others)
-    if q_out is not q and layout.out_strides:
+    form = direct.IN_PLACE if q_out is q else direct.BUFFER if layout.out_strides else direct.NEW
+    if form == direct.BUFFER:
         tensors += (q_out,)
     n, heads, heads_out = layout.num_tokens, layout.num_heads, layout.num_heads_out
     out_strides = _out_strides(layout)
-
     aliasing = (
         reach(n, heads, *layout.q_strides[:2]),
         reach(n, heads_out, *out_strides),
         reach(n, 1, layout.kv_stride, 0),
         layout.q_strides[:2] == out_strides,
     )
-    out_shape, new = (n, heads_out, HEAD_DIM), not layout.out_strides
-    direct.remember_call(tensors, options, aliasing, out_shape, new, key, programs, counts)
+    out = (n, heads_out, HEAD_DIM), (*out_strides, 1)
+    direct.remember_call(tensors, form, options, aliasing, out, key, programs, counts)
 
 
 def _launch_in_chunks(

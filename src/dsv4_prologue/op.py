@@ -7,7 +7,7 @@ registered op, whose implementation is that very function, so that a call traces
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from dsv4_prologue.contract import (
     check_prologue,
 )
 from dsv4_prologue.selection import NOTHING, asked, plan_for, planned_launches, use_launch
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _OPTIONS = (
     "float eps=1e-6, int cache_block_size=64, int? num_heads_out=None, bool q_norm=True, "
@@ -67,83 +70,80 @@ def _traced(rows: object) -> bool:
     )
 
 
-#: The options behind eps and the page size in a call that says no more.
-_USUAL = (None, True, True, "heads", None, None)
-
-
 def _new_q_out(q: Tensor, layout: Layout) -> Tensor:
     return q.new_empty((layout.num_tokens, layout.num_heads_out, HEAD_DIM))
 
 
-def _run(
-    q: Tensor | None,
-    kv: Tensor | None,
-    k_cache: Tensor | None,
-    slot_mapping: Tensor | None,
-    position_ids: Tensor,
-    cos_sin_cache: Tensor,
-    q_out: Tensor | None,
-    eps: float = 1e-6,
-    cache_block_size: int = 64,
-    num_heads_out: int | None = None,
-    q_norm: bool = True,
-    q_rope: bool = True,
-    q_layout: str = "heads",
-    q_scale_inv: Tensor | None = None,
-    kv_norm_weight: Tensor | None = None,
-    cache_format: str | None = None,
-    cache_scale: Tensor | None = None,
-    fp8_format: str | None = None,
-    check_bounds: bool = False,
-) -> Tensor | None:
-    """Check, plan, launch. Returns q_out, made here if it was not given, or None without q."""
-    options = None
-    if (
+#: q, kv, k_cache, slot_mapping, position_ids and cos_sin_cache.
+_Inputs = tuple[Any, Any, Any, Any, Any, Any]
+
+
+class _Options(NamedTuple):
+    """What a call says beside its tensors, in the order of `prologue`'s arguments."""
+
+    eps: float = 1e-6
+    cache_block_size: int = 64
+    num_heads_out: int | None = None
+    q_norm: bool = True
+    q_rope: bool = True
+    q_layout: str = "heads"
+    q_scale_inv: Tensor | None = None
+    kv_norm_weight: Tensor | None = None
+    cache_format: str | None = None
+    cache_scale: Tensor | None = None
+    fp8_format: str | None = None
+    check_bounds: bool = False
+
+
+_USUAL = _Options()
+_REST = tuple(_USUAL)[2:]
+
+
+def _run(inputs: _Inputs, q_out: Tensor | None, options: tuple[Any, ...]) -> Tensor | None:
+    """Check, plan, launch. Returns q_out, made here if it was not given, or None without q.
+
+    `options` are those of `_Options`, which is made of them only where a call has to be checked.
+    """
+    (
+        eps,
+        cache_block_size,
+        num_heads_out,
+        q_norm,
+        q_rope,
+        _,
+        q_scale_inv,
+        kv_norm_weight,
+        _,
+        cache_scale,
+        _,
+        check_bounds,
+    ) = options
+    # A repeated call's options equal those of one that was checked, so that 64.0 must not pass for
+    # 64 nor 1 for True; and tensors are not to be compared.
+    repeatable = (
         type(eps) is float
         and type(cache_block_size) is int
+        and (num_heads_out is None or type(num_heads_out) is int)
         and type(q_norm) is type(q_rope) is type(check_bounds) is bool
-        and q is not None
-        and kv is not None
-        and kv_norm_weight is None
-        and q_scale_inv is None
-        and cache_scale is None
+        and q_scale_inv is kv_norm_weight is cache_scale is None
         and not check_bounds
         and asked() is NOTHING
-    ):
-        options = (
-            eps,
-            cache_block_size,
-            num_heads_out,
-            q_norm,
-            q_rope,
-            q_layout,
-            cache_format,
-            fp8_format,
-        )
-        inputs = (q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache)
+    )
+    if repeatable:
         done = direct.repeat(inputs, q_out, options)
         if done is not None:
             return done
-    layout = check_prologue(
-        q,
-        kv,
-        k_cache,
-        slot_mapping,
-        position_ids,
-        cos_sin_cache,
-        eps,
-        cache_block_size,
-        q_out,
-        num_heads_out,
-        q_layout,
-        q_scale_inv,
-        kv_norm_weight,
-        cache_format,
-        cache_scale,
-        fp8_format,
-    )
-    check_flags(q_norm=q_norm, q_rope=q_rope, check_bounds=check_bounds)
-    if check_bounds and not position_ids.is_meta:
+    return _run_checked(inputs, q_out, _Options(*options), repeatable)
+
+
+def _run_checked(
+    inputs: _Inputs, q_out: Tensor | None, options: _Options, repeatable: bool
+) -> Tensor | None:
+    """`_run` for a call that cannot be repeated; it is remembered if it may be `repeatable`."""
+    layout = _check(inputs, q_out, options)
+    check_flags(q_norm=options.q_norm, q_rope=options.q_rope, check_bounds=options.check_bounds)
+    q, kv, _, slot_mapping, position_ids, cos_sin_cache = inputs
+    if options.check_bounds and not position_ids.is_meta:
         check_in_bounds(slot_mapping, layout.capacity, position_ids, cos_sin_cache.shape[0])
     if q is not None and q_out is None:
         q_out = _new_q_out(q, layout)
@@ -153,21 +153,25 @@ def _run(
     launch.run_prologue(
         plan,
         layout,
-        q,
-        kv,
-        k_cache,
-        slot_mapping,
-        position_ids,
-        cos_sin_cache,
+        *inputs,
         q_out,
-        kv_norm_weight,
-        float(eps),
-        cache_block_size,
-        q_norm,
-        q_rope,
-        options,
+        options.kv_norm_weight,
+        float(options.eps),
+        options.cache_block_size,
+        options.q_norm,
+        options.q_rope,
+        tuple(options) if repeatable and q is not None and kv is not None else None,
     )
     return q_out
+
+
+def _check(
+    inputs: _Inputs, q_out: Tensor | None, options: _Options, addresses: bool = True
+) -> Layout:
+    named = options._asdict() | {"q_out": q_out, "addresses": addresses}
+    for flag in ("q_norm", "q_rope", "check_bounds"):  # no layout depends on them
+        del named[flag]
+    return check_prologue(*inputs, **named)
 
 
 def prologue(
@@ -227,50 +231,30 @@ def prologue(
         ValueError: an argument of a wrong value (shape, stride, device, overlap, form).
         IndexError: with `check_bounds`, a slot or position out of range.
     """
-    rows = q if q is not None else kv
-    if not _traced(rows):
-        return _run(
-            q,
-            kv,
-            k_cache,
-            slot_mapping,
-            position_ids,
-            cos_sin_cache,
-            q_out,
-            eps,
-            cache_block_size,
-            num_heads_out,
-            q_norm,
-            q_rope,
-            q_layout,
-            q_scale_inv,
-            kv_norm_weight,
-            cache_format,
-            cache_scale,
-            fp8_format,
-            check_bounds,
-        )
     inputs = (q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache)
-    options: dict[str, Any] = {
-        "eps": eps,
-        "cache_block_size": cache_block_size,
-        "num_heads_out": num_heads_out,
-        "q_norm": q_norm,
-        "q_rope": q_rope,
-        "q_layout": q_layout,
-        "q_scale_inv": q_scale_inv,
-        "kv_norm_weight": kv_norm_weight,
-        "cache_format": cache_format,
-        "cache_scale": cache_scale,
-        "fp8_format": fp8_format,
-        "check_bounds": check_bounds,
-    }
+    options = (
+        eps,
+        cache_block_size,
+        num_heads_out,
+        q_norm,
+        q_rope,
+        q_layout,
+        q_scale_inv,
+        kv_norm_weight,
+        cache_format,
+        cache_scale,
+        fp8_format,
+        check_bounds,
+    )
+    if not _traced(q if q is not None else kv):
+        return _run(inputs, q_out, options)
+    named = dict(zip(_Options._fields, options, strict=True))
     if q is not None and q_out is None:
-        return _ops.prologue(*inputs, **options)  # type: ignore[no-any-return]
+        return _ops.prologue(*inputs, **named)  # type: ignore[no-any-return]
     if q is not None and q_out is q:
-        _ops.prologue_(*inputs, **options)
+        _ops.prologue_(*inputs, **named)
     else:
-        _ops.prologue_out(*inputs, q_out=q_out, **options)
+        _ops.prologue_out(*inputs, q_out=q_out, **named)
     return q_out
 
 
@@ -285,16 +269,17 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     cache_block_size: int,
 ) -> None:
     """`prologue` under the name and with the arguments engines know: q is changed in place."""
+    inputs = (q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache)
     if _traced(q):
-        _ops.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
-            q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, eps, cache_block_size
-        )
-        return
-    if type(eps) is float and type(cache_block_size) is int and asked() is NOTHING:
-        inputs = (q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache)
-        if direct.repeat(inputs, q, (eps, cache_block_size, *_USUAL)) is not None:
-            return
-    _fused(q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, eps, cache_block_size)
+        _ops.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(*inputs, eps, cache_block_size)
+    elif not (
+        # What `_run` does first, without the options that such a call cannot have.
+        type(eps) is float
+        and type(cache_block_size) is int
+        and asked() is NOTHING
+        and direct.repeat(inputs, q, (eps, cache_block_size, *_REST)) is not None
+    ):
+        _fused(*inputs, eps, cache_block_size)
 
 
 def _fused(
@@ -309,9 +294,8 @@ def _fused(
 ) -> None:
     if q is None:
         raise TypeError("q: expected a bfloat16 tensor, got NoneType")
-    _run(
-        q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, q, eps, cache_block_size
-    )  # fmt: skip
+    inputs = (q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache)
+    _run(inputs, q, (eps, cache_block_size, *_REST))
 
 
 def _gather(k_cache: Tensor, slots: Tensor, out: Tensor | None, **options: Any) -> Tensor:
@@ -373,21 +357,16 @@ def gather_dequantize(
 # What the registered ops run, and what they run on fake tensors: the checks, and an empty result.
 
 
-# To mypy a call with *inputs could have any number of them.
-_run_op: Any = _run
-_check_op: Any = check_prologue
+def _prologue_impl(*inputs: Unpack[_Inputs], **options: Any) -> Tensor | None:
+    return _run(inputs, None, _Options(**options) if options else _USUAL)
 
 
-def _prologue_impl(*inputs: Any, **options: Any) -> Any:
-    return _run_op(*inputs, None, **options)
+def _prologue_in_place_impl(*inputs: Unpack[_Inputs], **options: Any) -> None:
+    _run(inputs, inputs[0], _Options(**options) if options else _USUAL)
 
 
-def _prologue_in_place_impl(*inputs: Any, **options: Any) -> None:
-    _run_op(*inputs, inputs[0], **options)
-
-
-def _prologue_out_impl(*inputs: Any, q_out: Tensor | None, **options: Any) -> None:
-    _run_op(*inputs, q_out, **options)
+def _prologue_out_impl(*inputs: Unpack[_Inputs], q_out: Tensor | None, **options: Any) -> None:
+    _run(inputs, q_out, _Options(**options) if options else _USUAL)
 
 
 def _gather_impl(k_cache: Tensor, slots: Tensor, **options: Any) -> Tensor:
@@ -398,27 +377,22 @@ def _gather_out_impl(k_cache: Tensor, slots: Tensor, *, out: Tensor, **options: 
     _gather(k_cache, slots, out, **options)
 
 
-def _check_fake(*inputs: Any, **options: Any) -> Any:
-    for flag in ("q_norm", "q_rope", "check_bounds"):
-        options.pop(flag, None)
-    return _check_op(*inputs, addresses=False, **options)
+def _fused_fake(*arguments: Any) -> None:
+    q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, *options = arguments
+    inputs = (q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache)
+    _check(inputs, q, _Options(*options), addresses=False)
 
 
-def _fused_fake(*inputs: Any) -> None:
-    *tensors, eps, cache_block_size = inputs
-    _check_fake(*tensors, q_out=tensors[0], eps=eps, cache_block_size=cache_block_size)
+def _prologue_fake(*inputs: Unpack[_Inputs], **options: Any) -> Tensor:
+    return _new_q_out(inputs[0], _check(inputs, None, _Options(**options), addresses=False))
 
 
-def _prologue_fake(*inputs: Any, **options: Any) -> Tensor:
-    return _new_q_out(inputs[0], _check_fake(*inputs, **options))
+def _prologue_in_place_fake(*inputs: Unpack[_Inputs], **options: Any) -> None:
+    _check(inputs, inputs[0], _Options(**options), addresses=False)
 
 
-def _prologue_in_place_fake(*inputs: Any, **options: Any) -> None:
-    _check_fake(*inputs, q_out=inputs[0], **options)
-
-
-def _prologue_out_fake(*inputs: Any, q_out: Tensor | None, **options: Any) -> None:
-    _check_fake(*inputs, q_out=q_out, **options)
+def _prologue_out_fake(*inputs: Unpack[_Inputs], q_out: Tensor | None, **options: Any) -> None:
+    _check(inputs, q_out, _Options(**options), addresses=False)
 
 
 def _gather_fake(k_cache: Tensor, slots: Tensor, **options: Any) -> Tensor:
