@@ -339,7 +339,7 @@ def test_a_layer_makes_q_anew() -> None:
 def test_parts_are_timed_beside_the_whole() -> None:
     records = measured(shapes=SMALL[:1], against=("copy", "parts"))
     parts = of(records, "part")
-    names = list(bench.Timed.make(SMALL[0], torch.device("cpu"), 0, in_place=True).parts())
+    names = list(bench.Timed.make(SMALL[0], torch.device("cpu"), 0, in_place=True).parts("flushed"))
     assert [one["form"] for one in parts] == names
     assert all(one["median_us"] > 0 and one["check"] == {"verdict": "none"} for one in parts)
     assert "parts" not in of(records, "ours")[0]["left_out"]
@@ -355,9 +355,9 @@ def test_parts_do_their_part() -> None:
     before = bench.Timed.make((3, 2), torch.device("cpu"), 0, in_place=True).inputs
     norm, rope = slice(0, 448), slice(448, 512)
     changed = {}
-    for name in bench.Timed.make((3, 2), torch.device("cpu"), 0, in_place=True).parts():
+    for name in bench.Timed.make((3, 2), torch.device("cpu"), 0, in_place=True).parts("flushed"):
         timed = bench.Timed.make((3, 2), torch.device("cpu"), 0, in_place=True)
-        timed.parts()[name]()
+        timed.parts("flushed")[name]()
         now = timed.inputs
         changed[name] = tuple(
             not torch.equal(after, since)

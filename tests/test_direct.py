@@ -200,6 +200,22 @@ def test_where_triton_has_to_launch_nothing_is_repeated(
     assert not started
 
 
+def test_the_parts_of_a_call_are_those_it_is_made_of(started: Started) -> None:
+    *inputs, _ = good().values()
+    parts = direct.parts(tuple(inputs))
+    seen = [part() for part in parts.values()]
+    launched, same, addresses, ready, repeated = seen
+    assert launched is None
+    assert len(started) == 2
+    assert started[0] == started[1]
+    assert same is True
+    assert addresses == [tensor.data_ptr() for tensor in inputs]
+    assert ready == STREAM
+    assert repeated is inputs[0]
+    inputs[1] = inputs[1][:4]
+    assert direct.parts(tuple(inputs)) == {}
+
+
 @pytest.mark.parametrize(
     "options", [(1e-5, (4, None), True), (1e-6, (5, None), True), (1e-6, (4, 3), True), ()]
 )
@@ -256,7 +272,7 @@ def test_both_functions_name_a_usual_call_alike(
         {"q_norm": 1},
         {"q_rope": 1},
         {"check_bounds": 0},
-        {"kv_norm_weight": torch.ones(512)},
+        {"kv_norm_weight": True},
     ],
     ids=lambda option: next(iter(option)),
 )
@@ -267,6 +283,8 @@ def test_a_call_whose_options_only_compare_equal_is_checked(
     monkeypatch.setattr(direct, "repeat", lambda *call: asked.append(call))
     call: dict[str, Any] = {name: tensor.to(device) for name, tensor in good().items()}
     call |= {"slot_mapping": call["slot_mapping"] - 1, "cache_block_size": 4}
+    if "kv_norm_weight" in option:
+        option = {"kv_norm_weight": torch.ones(512, device=device)}
     with contextlib.suppress(TypeError):
         dsv4_prologue.prologue(**call | option)
     assert not asked

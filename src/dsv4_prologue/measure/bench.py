@@ -548,8 +548,8 @@ class _Run:
             copies = {REST: timed.layer(lambda: None)}
         elif mode != "host" and "copy" in self.options.against:
             copies = copy_candidates(useful, self.device)
-        if mode not in ("host", "chain") and "parts" in self.options.against:
-            parts = timed.parts().items()
+        if mode != "chain" and "parts" in self.options.against:
+            parts = timed.parts(mode).items()
             copies = {**copies, **{PART + name: call for name, call in parts}}
         samples = self._measure(mode, shape, {**quick, **copies}, self.options.seconds)
         del copies  # their memory is needed

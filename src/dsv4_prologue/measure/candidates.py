@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_prologue import reference
+from dsv4_prologue import direct, reference
 from dsv4_prologue.contract import DATA_BYTES, NOPE_DIM, TOKEN_BYTES
 from dsv4_prologue.measure.baselines import (
     BUFFER,
@@ -195,11 +195,14 @@ class Timed:
             return call
         return lambda: self.out.copy_(call())  # type: ignore[arg-type]
 
-    def parts(self) -> dict[str, Call]:
+    def parts(self, mode: Mode) -> dict[str, Call]:
         """Parts of the call in place, by name: each the operator itself, launched as the whole.
 
-        What a part saves is what the rest of the call costs beside it.
+        What a part saves is what the rest of the call costs beside it. For the host's cost, what
+        Python does in a call that repeats one made before.
         """
+        if mode == "host":
+            return direct.parts(self.inputs[:6])
         q, kv, k_cache, slots, positions, table, *_ = self.inputs
         options = options_of(self.inputs)
         of_q = partial(prologue, q, None, None, None, positions, table, q_out=q, **options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dsv4_prologue.cards import Card
 from dsv4_prologue.measure.evidence import Against, Evidence, Place, Record, Row
@@ -299,25 +299,34 @@ def _place_text(evidence: Evidence, place: Place) -> str:
         for form, of_form in _by_form(rows).items():
             parts.append(f"{mode.capitalize()}, Q {form}:")
             parts.append(_mode_table(of_form))
-    parts.append(_parts_table(evidence, place))
+    parts.append(_parts_tables(evidence, place))
     shown = {id(row.ours["run"]) for rows in modes.values() for row in rows}
     records = [one for one in evidence.benches()[place] if id(one["run"]) in shown]
     return paragraphs(*parts, bullets(_notes(records)))
 
 
-def _parts_table(evidence: Evidence, place: Place) -> str:
+def _parts_tables(evidence: Evidence, place: Place) -> str:
     """What each part of our call takes, a row a shape and mode; empty where none was timed."""
     found = evidence.parts(place)
+    host = {key: of_shape for key, of_shape in found.items() if key[0] == "host"}
+    device = {key: of_shape for key, of_shape in found.items() if key[0] != "host"}
+    return paragraphs(
+        _parts_table("Parts of the call by themselves, Q in place, us:", device, evidence),
+        _parts_table("What the host does in a call that repeats one, us:", host, evidence),
+    )
+
+
+def _parts_table(
+    title: str, found: Mapping[tuple[str, int, int], Sequence[Record]], evidence: Evidence
+) -> str:
     names = list(dict.fromkeys(one["form"] for of_shape in found.values() for one in of_shape))
     rows = []
     for (mode, num_heads, num_tokens), of_shape in found.items():
         times = {one["form"]: _figure(one["median_us"]) for one in of_shape}
         heading = _marked(size((num_tokens, num_heads)), evidence.stale(of_shape[0]))
         rows.append([heading, mode, *(times.get(name, "") for name in names)])
-    if not rows:
-        return ""
     headers = ["tokens x heads", "mode", *(f">{name}" for name in names)]
-    return paragraphs("Parts of the call by themselves, Q in place, us:", table(headers, rows))
+    return paragraphs(title, table(headers, rows)) if rows else ""
 
 
 def _reported(card: Card) -> str:
