@@ -283,6 +283,30 @@ def test_answering_first_shows_in_what_is_left_running() -> None:
     assert "the device worked on for" in fault.text
 
 
+class BusyHost(SyntheticClock):
+    """A host that is kept from seeing that its device is idle, the first ten times it looks."""
+
+    looks = 0
+
+    def left_running_us(self, call: Call, *, flushes: int, calls: int) -> float:
+        self.looks += 1
+        left_us = super().left_running_us(call, flushes=flushes, calls=calls)
+        return max(left_us, 130.0 if self.looks <= 10 else 0.0)
+
+
+@ONCE
+def test_a_busy_host_is_not_taken_for_another_stream() -> None:
+    """As seen on an H200: 130 us, five times in a row, after calls that were through."""
+    clock = BusyHost(noise=0.0)
+    assert guard._check_stream(Task(SyntheticRig(clock)).honest, clock) is None
+    assert clock.looks == 11
+
+    clock = BusyHost(noise=0.0)
+    task = Task(SyntheticRig(clock))
+    assert guard._check_stream(task.answers_first_and_works_on_aside, clock) is not None
+    assert clock.looks == guard.LEFT_RUNNING_TRIES
+
+
 @ONCE
 def test_a_graph_is_examined_by_its_replays() -> None:
     task = Task(SyntheticRig(SyntheticClock()))
