@@ -442,7 +442,8 @@ def run(house: Path) -> Callable[..., tuple[int, str]]:
     app.command()(report)
 
     def invoke(*arguments: str) -> tuple[int, str]:
-        done = CliRunner().invoke(app, ["--root", str(house), *arguments])
+        wide = {"COLUMNS": "400"}  # so that no path is broken in two
+        done = CliRunner().invoke(app, ["--root", str(house), *arguments], env=wide)
         return done.exit_code, done.output
 
     return invoke

@@ -23,8 +23,6 @@ Record = dict[str, Any]
 
 #: The order in which the modes of a benchmark are shown.
 MODES = ("flushed", "resident", "graph", "host", "chain")
-#: The form of a call that makes a tensor for Q.
-NEW = "new tensor"
 
 
 class Against(NamedTuple):
@@ -210,9 +208,6 @@ class Evidence:
                 if "median_us" not in ours:
                     row.against.clear()  # refused in a newer run
                 for verdict in ours.get("verdicts", ()):
-                    makes_one = NEW in ours["form"], NEW in verdict["form"]
-                    if ours["mode"] == "host" and len(set(makes_one)) == 2:
-                        continue  # as `Candidate.does_as` has it, which older records did not
                     theirs = times[_key(ours, verdict["baseline"], verdict["form"])]
                     _compare(row, ours, theirs, verdict)
             found.setdefault(key[0], []).append(row)
