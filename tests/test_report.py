@@ -229,6 +229,8 @@ def test_marks_of_a_run_are_shown(tmp_path: Path) -> None:
     records = pair(25.0, 30.0, (1, 64), "unclear")
     records += pair(25.0, 30.0, (4, 64), "faster")
     records[0]["faults"] = ["handicapped: 30 us, where 10 are possible"]
+    records[0]["rounds"] = records[0]["late"] = records[1]["rounds"] = 20
+    records[1]["late"] = 19
     for one in records:
         one["ceilings"] = {**one["ceilings"], "after": None, "mark": "the ceiling moved"}
         one["device_faults"] = {"before": [], "after": ["device: 3 places"]}
@@ -237,6 +239,8 @@ def test_marks_of_a_run_are_shown(tmp_path: Path) -> None:
     assert "- Marked: the ceiling moved." in text
     assert "- **Device: device: 3 places**" in text
     assert "- flushed: rival is marked: handicapped (1 x 64)" in text
+    assert "- flushed: rival is marked: late: each sample waited for the host" in text
+    assert "ours is marked" not in text
     assert "1.20x unclear" in text
 
 

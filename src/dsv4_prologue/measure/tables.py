@@ -279,6 +279,9 @@ def _notes(records: Sequence[Record]) -> Iterator[str]:
             remarks[mode, f"{name} is left out: {reason}"].add(shape)
         for fault in one["faults"]:
             remarks[mode, f"{one['candidate']} is marked: {fault.partition(':')[0]}"].add(shape)
+        if one.get("late") and one["late"] == one["rounds"]:
+            late = "late: each sample waited for the host, and holds what that takes"
+            remarks[mode, f"{one['candidate']} is marked: {late}"].add(shape)
     for (mode, text), found in remarks.items():
         where = "" if found == shapes[mode] else f" ({', '.join(map(size, sorted(found)))})"
         yield f"{mode}: {text}{where}"
