@@ -165,7 +165,7 @@ def test_a_loss_is_shown_as_a_loss(tmp_path: Path) -> None:
     line = ["flushed", "rival, Q in place", "2", mean, "0.960x", "4 x 64, in place"]
     text = of(tmp_path, "bench-summary")
     assert f"| {' | '.join(line)} | 1 faster, **1 slower** |" in text
-    said = "NVIDIA H200: faster in 1 of 2 comparisons (1 slower)"
+    said = "NVIDIA H200, time on the device: faster in 1 of 2 comparisons (1 slower)"
     assert of(tmp_path, f"chart:{CARD}") == f"![{said}](docs/charts/{CARD}.svg)"
     assert of(tmp_path, f"chart:{CARD}", "docs/cards/x.md").endswith(f"(../charts/{CARD}.svg)")
 

@@ -102,8 +102,8 @@ def title(device: str, modes: dict[str, list[Row]]) -> str:
         return f"{device}: compared with nothing but a copy"
     verdicts = today or stale
     parts = [f"{verdicts[v]} {v}" for v in ("same", "unclear", "slower") if verdicts[v]]
-    said = f"{device}: faster in {verdicts['faster']} of {verdicts.total()} comparisons"
-    said += f" ({', '.join(parts)})" if parts else ""
+    said = f"{device}, time on the device: faster in {verdicts['faster']} of {verdicts.total()}"
+    said += f" comparisons ({', '.join(parts)})" if parts else " comparisons"
     if not today:
         return f"{said}, all of them stale"
     return f"{said}; {stale.total()} more are stale" if stale else said
